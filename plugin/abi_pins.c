@@ -1,4 +1,5 @@
-/* The layout of every public struct, pinned: a change that would break a compiled host doesn't compile.
+/* The layout of every public struct and the value of every constant, pinned: a change that would break a
+ * compiled host doesn't compile.
  *
  * No code. The numbers are those of LP64 (x86-64, aarch64, riscv64), where hosts exist today; on other data
  * models only the rules that don't depend on it are checked. Adding a field at the end of a struct adds a
@@ -14,6 +15,59 @@
 _Static_assert(sizeof(fsdp_status) == 4 && sizeof(fsdp_reduce_op) == 4 && sizeof(fsdp_op_kind) == 4 &&
                    sizeof(fsdp_log_level) == 4 && sizeof(fsdp_unit_state) == 4,
                "an enum is not 32 bits wide");
+
+/* Numbers mean what they meant: a compiled host holds them, not their names. Given out once, never again; a
+ * line of one that is gone stays here as a comment. Not in the abidw snapshot, which doesn't see macros. */
+#define NUMBER(name, value) _Static_assert((name) == (value), #name " has another number");
+NUMBER(FSDP_OK, 0)
+NUMBER(FSDP_ERR_INVALID, 1)
+NUMBER(FSDP_ERR_STRUCT_SIZE, 2)
+NUMBER(FSDP_ERR_VERSION, 3)
+NUMBER(FSDP_ERR_UNSUPPORTED, 4)
+NUMBER(FSDP_ERR_NOMEM, 5)
+NUMBER(FSDP_ERR_SYSTEM, 6)
+NUMBER(FSDP_ERR_TIMEOUT, 7)
+NUMBER(FSDP_ERR_PENDING, 8)
+NUMBER(FSDP_ERR_MISMATCH, 9)
+NUMBER(FSDP_ERR_PEER_LOST, 10)
+NUMBER(FSDP_ERR_ABORTED, 11)
+NUMBER(FSDP_ERR_FORKED, 12)
+NUMBER(FSDP_ERR_STATE, 13)
+NUMBER(FSDP_ERR_RENDEZVOUS, 14)
+NUMBER(FSDP_ERR_CALLBACK, 15)
+NUMBER(FSDP_ERR_INTERNAL, 16)
+NUMBER(FSDP_SUM, 0)
+NUMBER(FSDP_AVG, 1)
+NUMBER(FSDP_PROD, 2)
+NUMBER(FSDP_MIN, 3)
+NUMBER(FSDP_MAX, 4)
+NUMBER(FSDP_BAND, 5)
+NUMBER(FSDP_BOR, 6)
+NUMBER(FSDP_BXOR, 7)
+NUMBER(FSDP_OP_NONE, 0)
+NUMBER(FSDP_OP_ALL_GATHER, 1)
+NUMBER(FSDP_OP_REDUCE_SCATTER, 2)
+NUMBER(FSDP_OP_ALL_REDUCE, 3)
+NUMBER(FSDP_OP_REDUCE, 4)
+NUMBER(FSDP_OP_BROADCAST, 5)
+NUMBER(FSDP_OP_GATHER, 6)
+NUMBER(FSDP_OP_SCATTER, 7)
+NUMBER(FSDP_OP_ALL_TO_ALL, 8)
+NUMBER(FSDP_OP_SEND, 9)
+NUMBER(FSDP_OP_RECV, 10)
+NUMBER(FSDP_OP_BARRIER, 11)
+NUMBER(FSDP_OP_SPLIT, 12)
+NUMBER(FSDP_OP_UNSHARD, 13)
+NUMBER(FSDP_OP_REDUCE_GRADS, 14)
+NUMBER(FSDP_OP_CREATE_UNIT, 15)
+NUMBER(FSDP_LOG_ERROR, 1)
+NUMBER(FSDP_LOG_WARN, 2)
+NUMBER(FSDP_LOG_INFO, 3)
+NUMBER(FSDP_LOG_DEBUG, 4)
+NUMBER(FSDP_ANY_RANK, -1)
+NUMBER(FSDP_UNIT_SHARDED, 0)
+NUMBER(FSDP_UNIT_UNSHARDING, 1)
+NUMBER(FSDP_UNIT_UNSHARDED, 2)
 
 /* struct_size comes first everywhere; a struct never shrinks below its first release, nor outgrows the sanity
  * limit. */
