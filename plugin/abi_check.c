@@ -72,7 +72,7 @@ fsdp_status abi_read_element(const char *type, const void *array, int32_t index,
 
 fsdp_status abi_write_check(const char *type, const void *to, size_t first_size)
 {
-    CHECK_ARG(to != NULL, "no %s to write to: it is NULL", type);
+    CHECK_ARG(to != NULL, "info is NULL: pass a %s", type);
     return check_size(type, claimed_size(to), first_size);
 }
 
@@ -88,7 +88,7 @@ fsdp_status abi_write(const char *type, void *to, size_t first_size, const void 
 
 fsdp_status abi_init(const char *type, void *options, size_t struct_size, size_t first_size)
 {
-    CHECK_ARG(options != NULL, "no %s to initialise: options is NULL", type);
+    CHECK_ARG(options != NULL, "options is NULL: pass a %s to initialise", type);
     TRY(check_size(type, struct_size, first_size));
     memset(options, 0, struct_size);
     memcpy(options, &struct_size, sizeof(struct_size));

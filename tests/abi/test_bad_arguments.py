@@ -1,0 +1,361 @@
+"""Every public function, given nothing, or one wrong pointer: a status and a sentence that names the argument.
+
+The functions and their parameters come from the header, so a new one is tested from its first day. Each call is made in
+a child of its own; a crash there is a failure here that says which call it was.
+"""
+import ctypes
+import os
+import re
+import signal
+
+import pytest
+
+from conftest import LIBRARY, prototypes
+
+OK, INVALID, STRUCT_SIZE, STATE = "OK", "INVALID", "STRUCT_SIZE", "STATE"
+
+# Parameters that may be NULL, by the header. The rest may not.
+NULLABLE = {"options", "work", "user", "reason"}
+NULLABLE_IN = {
+    ("fsdp_set_log", "fn"), ("fsdp_set_allocator", "alloc"), ("fsdp_set_allocator", "release"),
+    ("fsdp_group_create", "store"), ("fsdp_store_set", "value"), ("fsdp_store_get", "buffer"),  # with 0 bytes
+}
+REQUIRED_ALTHOUGH = {  # names that are nullable elsewhere
+    ("fsdp_store_options_init", "options"), ("fsdp_group_options_init", "options"),
+    ("fsdp_model_options_init", "options"), ("fsdp_store_from_callbacks", "options"),
+    *((name, "work") for name in prototypes() if name.startswith("fsdp_work_")),
+}
+HANDLES = {"fsdp_store *": "store", "fsdp_group *": "group", "fsdp_work *": "work", "fsdp_model *": "model",
+           "fsdp_unit *": "unit"}
+WITH_STATUS = {name: params for name, (returns, params) in prototypes().items() if returns == "fsdp_status"}
+RELEASES = [name for name, (returns, _) in prototypes().items() if returns == "void"]
+
+
+def parameter(declaration):
+    """("const DLTensor *", "in") of "const DLTensor *in"."""
+    kind, star, name = re.fullmatch(r"(.*?)(\**)\s*(\w+)", declaration).groups()
+    return f"{kind.strip()} {star}".strip(), name
+
+
+def is_pointer(kind):
+    return "*" in kind or kind.endswith("_fn")
+
+
+def required(function, name):
+    if (function, name) in REQUIRED_ALTHOUGH:
+        return True
+    return name not in NULLABLE and (function, name) not in NULLABLE_IN
+
+
+class DLDataType(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
+
+
+class DLTensor(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+                ("ndim", ctypes.c_int32), ("dtype", DLDataType), ("shape", ctypes.c_void_p),
+                ("strides", ctypes.c_void_p), ("byte_offset", ctypes.c_uint64)]
+
+
+class Param(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), ("name", ctypes.c_char_p), ("full", ctypes.c_void_p),
+                ("frozen", ctypes.c_int32)]
+
+
+class Collective(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), ("kind", ctypes.c_int32), ("op", ctypes.c_int32),
+                ("in_", ctypes.c_void_p), ("out", ctypes.c_void_p), ("in_rows", ctypes.c_void_p),
+                ("out_rows", ctypes.c_void_p), ("peer", ctypes.c_int32), ("tag", ctypes.c_int32)]
+
+
+class Callbacks(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), *((name, ctypes.c_void_p) for name in
+                ("user", "set", "get", "add", "wait", "release"))]
+
+
+class World:
+    """One rank's live objects, and a valid argument for every parameter."""
+
+    def __init__(self):
+        self.lib = ctypes.CDLL(str(LIBRARY))
+        self.lib.fsdp_last_error.restype = ctypes.c_char_p
+        self.lib.fsdp_status_name.restype = ctypes.c_char_p
+        self.kept = []
+
+    def call(self, function, *arguments):
+        """The status' name and, for a failure, the message."""
+        status = self.lib.__getattr__(function)(*arguments)
+        return self.lib.fsdp_status_name(status).decode(), self.lib.fsdp_last_error().decode() if status else ""
+
+    def made(self, function, *arguments):
+        """The object that a function gives through its last argument."""
+        handle = ctypes.c_void_p()
+        result = self.call(function, *arguments, ctypes.byref(handle))
+        assert result[0] == OK, (function, result)
+        return handle
+
+    def keep(self, thing):
+        self.kept.append(thing)
+        return thing
+
+    def address(self, thing):
+        return ctypes.c_void_p(ctypes.addressof(self.keep(thing)))
+
+    def tensor(self, rows=4):
+        data = self.keep((ctypes.c_float * rows)())
+        shape = self.keep((ctypes.c_int64 * 1)(rows))
+        return self.address(DLTensor(ctypes.addressof(data), 1, 0, 1, DLDataType(2, 32, 1), ctypes.addressof(shape)))
+
+    def open(self):
+        """Everything that takes time to make. FSDP_STORE and the launchers' variables are taken away first."""
+        for name in list(os.environ):
+            if re.match(r"FSDP_|RANK$|WORLD_SIZE$|OMPI_|PMI_|SLURM_|MASTER_", name):
+                del os.environ[name]
+        self.store = self.made("fsdp_store_open", b"env://", None)
+        self.group = self.made("fsdp_group_create", None, None)
+        self.model = self.made("fsdp_model_create", self.group, None)
+        self.params = (Param * 1)(Param(ctypes.sizeof(Param), b"weight", self.tensor().value))
+        self.unit = self.made("fsdp_unit_create", self.model, b"unit", self.params, 1)
+        self.work = self.made("fsdp_barrier", self.group)
+        return self
+
+    def valid(self, function, kind, name):
+        """A good value for a parameter; pointers are never NULL."""
+        if kind in HANDLES:
+            return getattr(self, HANDLES[kind])
+        if kind in ("const DLTensor *", "const DLTensor *const *"):
+            tensor = self.tensor()
+            return tensor if kind.count("*") == 1 else self.address((ctypes.c_void_p * 1)(tensor.value))
+        if kind == "const fsdp_param *":
+            return self.address((Param * 1)(Param(ctypes.sizeof(Param), b"another", self.tensor().value)))
+        if kind == "const fsdp_collective *":
+            return self.address((Collective * 1)(Collective(ctypes.sizeof(Collective), 3, 0, self.tensor().value,
+                                                            self.tensor().value)))
+        if kind == "const fsdp_store_callbacks *":
+            function_pointers = [ctypes.cast(self.lib.fsdp_version, ctypes.c_void_p).value] * 4
+            return self.address(Callbacks(ctypes.sizeof(Callbacks), None, *function_pointers))
+        if "options *" in kind or "_info *" in kind:
+            block = self.keep((ctypes.c_size_t * 512)())  # zeros, and a size that is right for any
+            sizes = {"fsdp_store_options": 32, "fsdp_group_options": 48, "fsdp_model_options": 32,
+                     "fsdp_error_info": 1056, "fsdp_group_info": 128, "fsdp_memory_info": 72}
+            block[0] = sizes[kind.replace("const ", "").rstrip(" *")]
+            if "store_options" in kind and function == "fsdp_store_from_callbacks":
+                ctypes.cast(block, ctypes.POINTER(ctypes.c_int32))[2] = 1
+            return self.address(block)
+        if kind == "const char *":
+            return {"url": b"env://"}.get(name, b"name")
+        if kind == "const int64_t *":
+            return self.address((ctypes.c_int64 * 1)(4))
+        if kind in ("fsdp_done_fn",):
+            return self.keep(ctypes.CFUNCTYPE(None, ctypes.c_int32, ctypes.c_void_p)(lambda *_: None))
+        if is_pointer(kind):  # an output, or a buffer
+            return self.address((ctypes.c_char * 4096)())
+        if name == "bytes" or name == "capacity":
+            return ctypes.c_size_t(8)
+        if name == "struct_size":
+            return ctypes.c_size_t(48 if "group" in function else 32)
+        if kind == "DLDataType":
+            return DLDataType(2, 32, 1)
+        if kind == "int64_t":
+            return ctypes.c_int64(1)
+        return ctypes.c_int32({"n": 1, "ndim": 0, "world_size": 1, "minor": 1}.get(name, 0))
+
+    def nothing(self, kind):
+        if is_pointer(kind):
+            return None
+        if kind == "DLDataType":
+            return DLDataType()
+        return {"size_t": ctypes.c_size_t, "int64_t": ctypes.c_int64}.get(kind, ctypes.c_int32)(0)
+
+
+def in_child(body, seconds=20):
+    """Run body() in a child and give the text that it returns. A signal or an exception there fails the test."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        signal.alarm(seconds)
+        code = 1
+        try:
+            os.write(write, body().encode())
+            code = 0
+        except BaseException as error:  # pytest must not see it twice
+            os.write(write, repr(error).encode())
+        os._exit(code)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        text = pipe.read().decode()
+    status = os.waitpid(pid, 0)[1]
+    assert not os.WIFSIGNALED(status), f"died of {signal.Signals(os.WTERMSIG(status)).name}"
+    assert os.WEXITSTATUS(status) == 0, text
+    return text
+
+
+def outcome(call):
+    """(status name, message) of World.call, from a child."""
+    status, _, message = in_child(lambda: "\n".join(call())).partition("\n")
+    return status, message
+
+
+def names_one_of(message, names):
+    return any(re.search(rf"\b{name}\b", message) for name in names)
+
+
+HARMLESS = {"fsdp_set_log", "fsdp_set_allocator"}  # all-NULL means the defaults
+
+
+@pytest.mark.parametrize("function", WITH_STATUS)
+def test_given_nothing(function):
+    params = [parameter(text) for text in WITH_STATUS[function]]
+
+    def call():
+        world = World()
+        return world.call(function, *(world.nothing(kind) for kind, _ in params))
+
+    status, message = outcome(call)
+    if function in HARMLESS:
+        assert status == OK
+    else:
+        assert status == INVALID, (status, message)
+        assert names_one_of(message, [name for _, name in params]), message
+
+
+ONE_NULL = [(function, index) for function, params in WITH_STATUS.items() for index, text in enumerate(params)
+            if is_pointer(parameter(text)[0]) and required(function, parameter(text)[1])]
+
+
+@pytest.mark.parametrize("function, index", ONE_NULL,
+                         ids=[f"{function}-{parameter(WITH_STATUS[function][index])[1]}" for function, index in ONE_NULL])
+def test_given_null_for_one_argument(function, index):
+    params = [parameter(text) for text in WITH_STATUS[function]]
+
+    def call():
+        world = World().open()
+        arguments = [world.valid(function, kind, name) for kind, name in params]
+        arguments[index] = None
+        return world.call(function, *arguments)
+
+    status, message = outcome(call)
+    assert status == INVALID, (status, message)
+    assert names_one_of(message, [params[index][1]]), message
+
+
+TAKES_A_HANDLE = [name for name, params in WITH_STATUS.items() if params and parameter(params[0])[0] in HANDLES]
+
+
+@pytest.mark.parametrize("function", TAKES_A_HANDLE)
+def test_given_a_handle_of_another_kind(function):
+    params = [parameter(text) for text in WITH_STATUS[function]]
+    kind, name = params[0]
+
+    def call():
+        world = World().open()
+        arguments = [world.valid(function, *param) for param in params]
+        arguments[0] = world.group if HANDLES[kind] != "group" else world.model
+        return world.call(function, *arguments)
+
+    status, message = outcome(call)
+    assert status == INVALID, (status, message)
+    assert names_one_of(message, [name]), message
+
+
+@pytest.mark.parametrize("function", TAKES_A_HANDLE)
+def test_given_a_released_handle(function):
+    """It can be told as long as the memory isn't used again; a host allocator that frees nothing makes that certain."""
+    params = [parameter(text) for text in WITH_STATUS[function]]
+    handle = HANDLES[params[0][0]]
+
+    def call():
+        world = World()
+        libc = ctypes.CDLL(None)
+        never_free = world.keep(ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(lambda *_: None))
+        status = world.call("fsdp_set_allocator", ctypes.cast(libc.malloc, ctypes.c_void_p), never_free, None)
+        assert status[0] == OK, status
+        world.open()
+        arguments = [world.valid(function, *param) for param in params]
+        for name in {"store": ["store"], "group": ["work", "unit", "model", "group"], "work": ["work"],
+                     "model": ["unit", "model"], "unit": ["unit"]}[handle]:
+            getattr(world.lib, f"fsdp_{name}_release")(getattr(world, name))
+        return world.call(function, *arguments)
+
+    status, message = outcome(call)
+    assert status == INVALID, (status, message)
+    assert names_one_of(message, [params[0][1]]), message
+
+
+@pytest.mark.parametrize("function", RELEASES)
+def test_release_of_nothing_does_nothing(function):
+    assert in_child(lambda: str(World().lib.__getattr__(function)(None) and "" or "done")) == "done"
+
+
+SIZED = [(function, index) for function, params in WITH_STATUS.items() for index, text in enumerate(params)
+         if re.search(r"(_options|_info|_callbacks|fsdp_param|fsdp_collective) \*$", parameter(text)[0])
+         and not function.endswith("_init")]
+
+
+@pytest.mark.parametrize("size", [0, 8, 2**40], ids=["unset", "too_small", "absurd"])
+@pytest.mark.parametrize("function, index", SIZED,
+                         ids=[f"{function}-{parameter(WITH_STATUS[function][index])[1]}" for function, index in SIZED])
+def test_given_a_wrong_struct_size(function, index, size):
+    params = [parameter(text) for text in WITH_STATUS[function]]
+
+    def call():
+        world = World().open()
+        arguments = [world.valid(function, *param) for param in params]
+        ctypes.c_size_t.from_address(arguments[index].value).value = size
+        return world.call(function, *arguments)
+
+    status, message = outcome(call)
+    assert status == STRUCT_SIZE, (status, message)
+    struct = re.search(r"fsdp_\w+", params[index][0])[0]
+    assert struct in message and str(size) in message, message
+
+
+NEWER = [(function, index) for function, index in SIZED if "_info" not in WITH_STATUS[function][index]]
+
+
+@pytest.mark.parametrize("function, index", NEWER, ids=[function for function, _ in NEWER])
+@pytest.mark.parametrize("newer_field", [0, 1], ids=["zero", "set"])
+def test_given_a_struct_of_a_newer_library(function, index, newer_field):
+    """Larger than we know: taken when what we don't know is zero, refused otherwise."""
+    params = [parameter(text) for text in WITH_STATUS[function]]
+
+    def call():
+        world = World().open()
+        arguments = [world.valid(function, *param) for param in params]
+        old = ctypes.c_size_t.from_address(arguments[index].value).value
+        block = world.keep((ctypes.c_char * (old + 16))())
+        ctypes.memmove(block, arguments[index], old)
+        ctypes.c_size_t.from_buffer(block).value = old + 16
+        block[old + 9] = bytes([newer_field])
+        arguments[index] = world.address(block)
+        return world.call(function, *arguments)
+
+    status, message = outcome(call)
+    if newer_field:
+        assert status == STRUCT_SIZE, (status, message)
+    else:
+        assert status != STRUCT_SIZE, message
+
+
+INFOS = [("fsdp_last_error_info", None), ("fsdp_group_query", "group"), ("fsdp_work_error", "work"),
+         ("fsdp_model_memory", "model")]
+
+
+@pytest.mark.parametrize("function, handle", INFOS)
+def test_infos_fill_a_larger_struct_and_not_more(function, handle):
+    kind, name = parameter(WITH_STATUS[function][-1])
+
+    def call():
+        world = World().open()
+        old = ctypes.c_size_t.from_address(world.valid(function, kind, name).value).value
+        block = (ctypes.c_ubyte * (old + 64))(*[0xAB] * (old + 64))
+        ctypes.c_size_t.from_buffer(block).value = old + 32
+        arguments = [getattr(world, handle)] if handle else []
+        status, message = world.call(function, *arguments, block)
+        assert ctypes.c_size_t.from_buffer(block).value == old + 32
+        assert bytes(block[old:old + 32]) == bytes(32), "fields we don't know read as zero"
+        assert bytes(block[old + 32:]) == b"\xab" * 32, "written beyond struct_size"
+        return status, message
+
+    assert outcome(call) == (OK, "")
