@@ -13,11 +13,12 @@
  * zero
  */
 #include "tensor/block.h"
-#include "tensor/float_bits.h"
+#include "tensor/vec8.h"
 
 #if KERNEL_X86_64
 #include <cpuid.h>
 #include <immintrin.h>
+#include <stdatomic.h>
 #endif
 
 #define STEP(name, dst_t, src_t, value)                                                                      \
@@ -31,11 +32,9 @@
         }                                                                                                    \
     }
 
-/* ---- To the wide form
- * ---------------------------------------------------------------------------------------- */
+/* ---- To the wide form ---------------------------------------------------------------------------------- */
 
 STEP(f32_of_f16_soft, f32_any, u16_any, f32_from_f16(x))
-STEP(f32_of_bf16, f32_any, u16_any, f32_from_bf16(x))
 STEP(f32_of_e4m3fn, f32_any, u8_any, f32_from_e4m3fn(x))
 STEP(f32_of_e5m2, f32_any, u8_any, f32_from_e5m2(x))
 STEP(i64_of_i8, i64_any, i8_any, x)
@@ -46,8 +45,7 @@ STEP(u64_of_u16, u64_any, u16_any, x)
 STEP(u64_of_u32, u64_any, u32_any, x)
 STEP(u64_of_bool, u64_any, u8_any, x != 0)
 
-/* ---- Between wide forms
- * -------------------------------------------------------------------------------------- */
+/* ---- Between wide forms -------------------------------------------------------------------------------- */
 
 STEP(f64_of_f32, f64_any, f32_any, x)
 STEP(f64_of_i64, f64_any, i64_any, (double)x)
@@ -59,11 +57,9 @@ STEP(f32_odd_of_f64, f32_any, f64_any, f32_odd_from_f64(x))
 STEP(f32_odd_of_i64, f32_any, i64_any, f32_odd_from_f64(f64_odd_from_i64(x)))
 STEP(f32_odd_of_u64, f32_any, u64_any, f32_odd_from_f64(f64_odd_from_u64(x)))
 
-/* ---- From a wide form
- * ---------------------------------------------------------------------------------------- */
+/* ---- From a wide form ---------------------------------------------------------------------------------- */
 
 STEP(f16_of_f32_soft, u16_any, f32_any, f32_to_f16(x))
-STEP(bf16_of_f32, u16_any, f32_any, f32_to_bf16(x))
 STEP(e4m3fn_of_f32, u8_any, f32_any, f32_to_e4m3fn(x))
 STEP(e5m2_of_f32, u8_any, f32_any, f32_to_e5m2(x))
 
@@ -85,8 +81,7 @@ STEP(bool_of_f32, u8_any, f32_any, x != 0)
 STEP(bool_of_f64, u8_any, f64_any, x != 0)
 STEP(bool_of_u64, u8_any, u64_any, x != 0)
 
-/* ---- Complex
- * ------------------------------------------------------------------------------------------------- */
+/* ---- Complex ------------------------------------------------------------------------------------------- */
 
 typedef struct __attribute__((packed, may_alias)) {
     float re, im;
@@ -103,8 +98,23 @@ STEP(c128_of_f64, c128_any, f64_any, ((c128_any){x, 0}))
 STEP(bool_of_c64, u8_any, c64_any, x.re != 0 || x.im != 0)
 STEP(bool_of_c128, u8_any, c128_any, x.re != 0 || x.im != 0)
 
-/* ---- f16 by instruction
- * -------------------------------------------------------------------------------------- */
+/* ---- bf16, the pair that moves most -----------------------------------------------------------------------
+ */
+
+#define STEP_VEC8(dst_f, dst_t, src_f, src_t)                                                                \
+    KERNEL_CLONES static void dst_f##_of_##src_f(void *dst, const void *src, size_t n)                       \
+    {                                                                                                        \
+        dst_t *to = dst;                                                                                     \
+        const src_t *from = src;                                                                             \
+        size_t i = 0;                                                                                        \
+        for (; i + 8 <= n; i += 8) vec8_store_##dst_f(to + i, vec8_load_##src_f(from + i));                  \
+        for (; i < n; i++) vec1_store_##dst_f(to + i, vec1_load_##src_f(from + i));                          \
+    }
+
+STEP_VEC8(f32, f32_any, bf16, u16_any)
+STEP_VEC8(bf16, u16_any, f32, f32_any)
+
+/* ---- f16 by instruction -------------------------------------------------------------------------------- */
 
 /* F16C gives the same bits as the plain code, NaN payloads included (tests/unit/kernel_cast_test.c). */
 #if KERNEL_X86_64
@@ -132,11 +142,20 @@ __attribute__((target("avx,f16c"))) static void f16_of_f32_f16c(void *dst, const
     f16_of_f32_soft(to + 2 * i, from + 4 * i, n - i);
 }
 
-/* __builtin_cpu_supports knows "avx", which includes the system's part, but not "f16c" in every compiler. */
+/* __builtin_cpu_supports knows "avx", which includes the system's part, but not "f16c" in every compiler. The
+ * answer is kept: in a virtual machine the CPUID instruction costs microseconds. */
 static int cpu_has_f16c(void)
 {
-    unsigned a, b, c = 0, d;
-    return __builtin_cpu_supports("avx") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+    enum { UNKNOWN, NO, YES };
+    static atomic_int known;
+    int answer = atomic_load_explicit(&known, memory_order_relaxed);
+    if (answer == UNKNOWN) {
+        unsigned a, b, c = 0, d;
+        int has = __builtin_cpu_supports("avx") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+        answer = has ? YES : NO;
+        atomic_store_explicit(&known, answer, memory_order_relaxed);
+    }
+    return answer == YES;
 }
 #else
 #define f32_of_f16_f16c f32_of_f16_soft
@@ -147,8 +166,7 @@ static int cpu_has_f16c(void)
 }
 #endif
 
-/* ---- Chains
- * -------------------------------------------------------------------------------------------------- */
+/* ---- Chains -------------------------------------------------------------------------------------------- */
 
 /* A wide form is named by the dtype it is. `store` makes the type from its own wide form. */
 static const struct {

@@ -30,8 +30,7 @@ KERNEL_INLINE float f32_from_bits(uint32_t bits)
     return x;
 }
 
-/* ---- Widening: exact; a signalling f16 NaN becomes quiet, as the F16C instruction makes it
- * --------------------- */
+/* ---- Widening: exact; a signalling f16 NaN becomes quiet, as the F16C instruction makes it ------------- */
 
 KERNEL_INLINE float f32_from_bf16(uint16_t h)
 {
@@ -66,16 +65,16 @@ KERNEL_INLINE float f32_from_e4m3fn(uint8_t q)
     return f32_from_bits(sign | bits);
 }
 
-/* ---- Narrowing: once, to nearest even; the sign is kept, NaN's too
- * ---------------------------------------------- */
+/* ---- Narrowing: once, to nearest even; the sign is kept, NaN's too ------------------------------------- */
 
+/* Half of the last place is added, less one where the kept part is even, so that ties fall to even. A NaN is
+ * made quiet instead: its payload may be only in the bits that go, and the addition could carry it into the
+ * sign. */
 KERNEL_INLINE uint16_t f32_to_bf16(float x)
 {
     uint32_t bits = f32_to_bits(x);
-    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    uint32_t quiet =
-        (bits >> 16) | 0x40u; /* the payload's high bits may all be zero: that would read as infinity */
-    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+    uint32_t rounded = bits + 0x8000u - ((bits & 0x10000u) == 0);
+    return (uint16_t)((x != x ? bits | 0x400000u : rounded) >> 16);
 }
 
 /* The magnitude of |x| (bits without sign, not NaN) in a format with `mantissa` stored bits and exponent
@@ -119,8 +118,7 @@ KERNEL_INLINE uint8_t f32_to_e4m3fn(float x)
     return (uint8_t)((bits >> 24 & 0x80u) | rounded);
 }
 
-/* ---- Rounding to odd
- * -------------------------------------------------------------------------------------------- */
+/* ---- Rounding to odd ----------------------------------------------------------------------------------- */
 
 /* NaN stays NaN, infinity stays; what overflows becomes the largest finite f32, which is odd. */
 KERNEL_INLINE float f32_odd_from_f64(double x)
@@ -147,8 +145,7 @@ KERNEL_INLINE double f64_odd_from_i64(int64_t x)
     return x < 0 ? -magnitude : magnitude;
 }
 
-/* ---- Float to integer: toward zero, saturating, NaN is 0
- * -------------------------------------------------------- */
+/* ---- Float to integer: toward zero, saturating, NaN is 0 ----------------------------------------------- */
 
 /* `low` and `high` are limits that f64 holds exactly. */
 KERNEL_INLINE int64_t i64_from_f64_within(double x, double low, double high)

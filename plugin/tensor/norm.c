@@ -58,10 +58,10 @@ int kernel_all_finite(enum dtype type, const void *src, size_t n)
     return 1;
 }
 
-#define SUM_LANES(name, term)                                                                                \
+#define SUM_LANES(name, src_t, term)                                                                         \
     KERNEL_CLONES static void name(double *lane, const void *src, size_t n)                                  \
     {                                                                                                        \
-        const f64_any *from = src;                                                                           \
+        const src_t *from = src;                                                                             \
         double sum[LANES];                                                                                   \
         size_t i = 0;                                                                                        \
         memcpy(sum, lane, sizeof sum);                                                                       \
@@ -78,15 +78,16 @@ int kernel_all_finite(enum dtype type, const void *src, size_t n)
         memcpy(lane, sum, sizeof sum);                                                                       \
     }
 
-SUM_LANES(sum_abs, fabs(x))
-SUM_LANES(sum_squares, x *x)
+SUM_LANES(sum_abs_f64, f64_any, fabs(x))
+SUM_LANES(sum_squares_f64, f64_any, x *x)
+SUM_LANES(sum_squares_f32, f32_any, x *x)
 
-static void sum_powers(double *lane, const double *x, size_t n, double p)
+static void sum_powers(double *lane, const f64_any *x, size_t n, double p)
 {
     for (size_t i = 0; i < n; i++) lane[i % LANES] += pow(fabs(x[i]), p);
 }
 
-static void max_abs(double *lane, const double *x, size_t n)
+static void max_abs(double *lane, const f64_any *x, size_t n)
 {
     for (size_t i = 0; i < n; i++) {
         double a = fabs(x[i]);
@@ -94,10 +95,10 @@ static void max_abs(double *lane, const double *x, size_t n)
     }
 }
 
-/* Absolute values of n complex numbers, in place of the 2n reals. */
-static void moduli(double *x, size_t n)
+/* Absolute values of n complex numbers; `to` may be where they are. */
+static void moduli(double *to, const f64_any *pairs, size_t n)
 {
-    for (size_t i = 0; i < n; i++) x[i] = hypot(x[2 * i], x[2 * i + 1]);
+    for (size_t i = 0; i < n; i++) to[i] = hypot(pairs[2 * i], pairs[2 * i + 1]);
 }
 
 double kernel_norm(enum dtype type, const void *src, size_t n, double p)
@@ -111,22 +112,24 @@ double kernel_norm(enum dtype type, const void *src, size_t n, double p)
         type = type == DTYPE_C64 ? DTYPE_F32 : DTYPE_F64;
         n *= 2;
     }
-    const struct chain chain = chain_make(type, DTYPE_F64);
+    /* The squares of f32 are taken as they are read: that is the norm of gradient clipping. */
+    int squares_f32 = p == 2 && dtype_is_float(type) && type != DTYPE_F64;
+    const struct chain chain = chain_make(type, squares_f32 ? DTYPE_F32 : DTYPE_F64);
     while (n) {
         size_t length = n < BLOCK ? n : BLOCK, values = length;
-        if (chain.n)
-            chain_run(&chain, block, from, length);
-        else
-            memcpy(block, from, length * sizeof(double));
-        if (complex_pairs && p != 2) moduli(block, values = length / 2);
-        if (p == 2)
-            sum_squares(lane, block, values);
+        const void *x = from;
+        if (chain.n) chain_run(&chain, block, from, length), x = block;
+        if (complex_pairs && p != 2) moduli(block, x, values = length / 2), x = block;
+        if (squares_f32)
+            sum_squares_f32(lane, x, values);
+        else if (p == 2)
+            sum_squares_f64(lane, x, values);
         else if (p == 1)
-            sum_abs(lane, block, values);
+            sum_abs_f64(lane, x, values);
         else if (isinf(p))
-            max_abs(lane, block, values);
+            max_abs(lane, x, values);
         else
-            sum_powers(lane, block, values, p);
+            sum_powers(lane, x, values, p);
         from += length * dtype_size(type), n -= length;
     }
 

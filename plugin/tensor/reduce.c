@@ -10,15 +10,14 @@
  *   f64     for f64 (pairs for complex128), and whenever the result is f64
  *   itself  for integers, as unsigned where wrapping matters, and for bool as 0 and 1
  *
- * The sum of two sources is one pass instead of a load and an addition, and f32 and bf16 are added as they
- * are read: these are the gradients.
+ * Gradients are f32 or bf16 and are summed or averaged: there the additions read the sources as they are, and
+ * the last one scales and rounds as well.
  */
 #include "tensor/block.h"
-#include "tensor/float_bits.h"
 #include "tensor/kernel.h"
+#include "tensor/vec8.h"
 
-/* ---- Combining a source into the accumulator
- * --------------------------------------------------------------------- */
+/* ---- Combining a source into the accumulator ----------------------------------------------------------- */
 
 typedef void (*combine_fn)(void *acc, const void *src, size_t n);
 
@@ -35,7 +34,6 @@ typedef void (*combine_fn)(void *acc, const void *src, size_t n);
     }
 
 COMBINE(sum_f32, f32_any, f32_any, a + b)
-COMBINE(sum_f32_bf16, f32_any, u16_any, a + f32_from_bf16(b))
 COMBINE(sum_f64, f64_any, f64_any, a + b)
 COMBINE(prod_f32, f32_any, f32_any, a *b)
 COMBINE(prod_f64, f64_any, f64_any, a *b)
@@ -123,25 +121,63 @@ int kernel_reduce_supported(enum dtype type, fsdp_reduce_op op)
     return op >= 0 && op < OPS && combines[type][op] != NULL;
 }
 
-/* ---- Sum of two, without an accumulator to read
- * ------------------------------------------------------------------ */
+/* ---- Sums of f32 and bf16 ------------------------------------------------------------------------------ */
 
-typedef void (*sum2_fn)(void *acc, const void *a, const void *b, size_t n);
+typedef void (*sum2_fn)(void *acc, const void *a, const void *b, float by, size_t n);
 
-#define SUM2(name, acc_t, src_t, widen)                                                                      \
-    KERNEL_CLONES static void name(void *acc, const void *src_a, const void *src_b, size_t n)                \
+/* (a + b) * by. The product with 1 changes nothing, whatever the sum. */
+#define SUM2(out_f, out_t, a_f, a_t, b_f, b_t)                                                               \
+    KERNEL_CLONES static void out_f##_of_##a_f##_##b_f(void *out, const void *src_a, const void *src_b,      \
+                                                       float by, size_t n)                                   \
     {                                                                                                        \
-        acc_t *restrict to = acc;                                                                            \
-        const src_t *a = src_a, *b = src_b;                                                                  \
-        for (size_t i = 0; i < n; i++) to[i] = widen(a[i]) + widen(b[i]);                                    \
+        out_t *to = out;                                                                                     \
+        const a_t *a = src_a;                                                                                \
+        const b_t *b = src_b;                                                                                \
+        size_t i = 0;                                                                                        \
+        for (; i + 8 <= n; i += 8) {                                                                         \
+            struct vec8 x = vec8_load_##a_f(a + i), y = vec8_load_##b_f(b + i);                              \
+            vec8_store_##out_f(to + i, vec8_sum_scaled(x, y, by));                                           \
+        }                                                                                                    \
+        for (; i < n; i++)                                                                                   \
+            vec1_store_##out_f(to + i, (vec1_load_##a_f(a + i) + vec1_load_##b_f(b + i)) * by);              \
     }
 
-SUM2(sum2_f32, f32_any, f32_any, )
-SUM2(sum2_f64, f64_any, f64_any, )
-SUM2(sum2_f32_bf16, f32_any, u16_any, f32_from_bf16)
+SUM2(f32, f32_any, f32, f32_any, f32, f32_any)
+SUM2(f32, f32_any, f32, f32_any, bf16, u16_any)
+SUM2(f32, f32_any, bf16, u16_any, bf16, u16_any)
+SUM2(bf16, u16_any, f32, f32_any, f32, f32_any)
+SUM2(bf16, u16_any, f32, f32_any, bf16, u16_any)
+SUM2(bf16, u16_any, bf16, u16_any, bf16, u16_any)
 
-/* ---- After the last source
- * --------------------------------------------------------------------------------------- */
+/* The combine of the general loop. */
+static void sum_f32_bf16(void *acc, const void *src, size_t n)
+{
+    f32_of_f32_bf16(acc, acc, src, 1, n);
+}
+
+/* How sources of one type become a result of another: the first two into the accumulator, then the
+ * accumulator and the last source into the result, or the only two into the result. */
+struct fused {
+    enum dtype src, dst;
+    sum2_fn first, last, only;
+};
+
+static const struct fused fused[] = {
+    {DTYPE_F32, DTYPE_F32, f32_of_f32_f32, f32_of_f32_f32, f32_of_f32_f32},
+    {DTYPE_F32, DTYPE_BF16, f32_of_f32_f32, bf16_of_f32_f32, bf16_of_f32_f32},
+    {DTYPE_BF16, DTYPE_F32, f32_of_bf16_bf16, f32_of_f32_bf16, f32_of_bf16_bf16},
+    {DTYPE_BF16, DTYPE_BF16, f32_of_bf16_bf16, bf16_of_f32_bf16, bf16_of_bf16_bf16},
+};
+
+static const struct fused *fused_find(enum dtype src, enum dtype dst)
+{
+    for (size_t i = 0; i < sizeof fused / sizeof *fused; i++) {
+        if (fused[i].src == src && fused[i].dst == dst) return &fused[i];
+    }
+    return NULL;
+}
+
+/* ---- After the last source ----------------------------------------------------------------------------- */
 
 #define ADJUST(name, acc_t, operation)                                                                       \
     KERNEL_CLONES static void name(void *acc, double by, size_t n)                                           \
@@ -156,34 +192,41 @@ ADJUST(multiply_f64, f64_any, *)
 ADJUST(divide_f32, f32_any, /)
 ADJUST(divide_f64, f64_any, /)
 
+/* The inverse of a power of two is exact, so that multiplying by it rounds as the division would. */
+static int has_exact_inverse(double x)
+{
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return x >= 1 && x <= 0x1p60 && (bits & 0xfffffffffffffu) == 0;
+}
+
 static void adjust(enum dtype acc_type, void *acc, double scale, double divisor, size_t n)
 {
     int wide = acc_type == DTYPE_F64;
     if (scale != 1) (wide ? multiply_f64 : multiply_f32)(acc, scale, n);
     if (divisor == 1) return;
-
-    /* The inverse of a power of two is exact, so that multiplying by it rounds as the division would. */
-    uint64_t bits;
-    memcpy(&bits, &divisor, sizeof bits);
-    if (divisor >= 1 && divisor <= 0x1p60 && (bits & 0xfffffffffffffu) == 0) {
+    if (has_exact_inverse(divisor))
         (wide ? multiply_f64 : multiply_f32)(acc, 1 / divisor, n);
-    } else {
+    else
         (wide ? divide_f64 : divide_f32)(acc, divisor, n);
-    }
 }
 
-/* ---- The loop
- * ---------------------------------------------------------------------------------------------------- */
+/* ---- The loop ------------------------------------------------------------------------------------------ */
 
 /* A reduction with everything decided that does not change from block to block. */
 struct plan {
+    const struct kernel_reduce *how;
+    const void *const *src;
     enum dtype acc_type;
     struct chain load, store, load_dst; /* src_type -> acc_type -> dst_type, dst_type -> acc_type */
     size_t acc_size, src_size, dst_size;
     combine_fn combine;     /* of two accumulators */
     combine_fn combine_raw; /* of an accumulator and a source as it is, or NULL */
-    sum2_fn sum2_raw;       /* of two sources as they are, or NULL */
-    int floating;           /* scale and divisor apply */
+    const struct fused *fused;
+    float by;     /* for fused */
+    int floating; /* scale and divisor apply */
+    int missing;  /* some source is NULL */
+    int in_place; /* some source is dst */
 };
 
 static enum dtype real_part(enum dtype type)
@@ -191,28 +234,36 @@ static enum dtype real_part(enum dtype type)
     return type == DTYPE_C64 ? DTYPE_F32 : type == DTYPE_C128 ? DTYPE_F64 : type;
 }
 
-static struct plan plan_make(const struct kernel_reduce *how)
+static struct plan plan_make(const struct kernel_reduce *how, const void *dst, const void *const *src)
 {
-    enum dtype src = real_part(how->src_type), dst = real_part(how->dst_type);
-    struct plan plan = {.acc_type = src, .floating = dtype_is_float(src)};
+    enum dtype from = real_part(how->src_type), to = real_part(how->dst_type);
+    struct plan plan = {.how = how, .src = src, .acc_type = from, .floating = dtype_is_float(from)};
     int sum = how->op == FSDP_SUM || how->op == FSDP_AVG;
 
-    if (plan.floating) plan.acc_type = src == DTYPE_F64 || dst == DTYPE_F64 ? DTYPE_F64 : DTYPE_F32;
-    plan.load = chain_make(src, plan.acc_type);
-    plan.store = plan.acc_type == DTYPE_BOOL ? (struct chain){.n = 0} : chain_make(plan.acc_type, dst);
-    plan.load_dst = chain_make(dst, plan.acc_type);
+    for (int s = 0; s < how->n_src; s++) {
+        plan.missing |= !src[s];
+        plan.in_place |= src[s] == dst;
+    }
+    if (plan.floating) plan.acc_type = from == DTYPE_F64 || to == DTYPE_F64 ? DTYPE_F64 : DTYPE_F32;
+    plan.load = chain_make(from, plan.acc_type);
+    plan.load_dst = chain_make(to, plan.acc_type);
+    if (plan.acc_type != DTYPE_BOOL) plan.store = chain_make(plan.acc_type, to);
     plan.acc_size = dtype_size(plan.acc_type);
-    plan.src_size = dtype_size(src);
-    plan.dst_size = dtype_size(dst);
+    plan.src_size = dtype_size(from);
+    plan.dst_size = dtype_size(to);
     plan.combine = combines[plan.acc_type][how->op];
+    if (plan.load.n == 0) plan.combine_raw = plan.combine;
+    if (sum && from == DTYPE_BF16 && plan.acc_type == DTYPE_F32) plan.combine_raw = sum_f32_bf16;
 
-    if (plan.load.n == 0) {
-        plan.combine_raw = plan.combine;
-        if (sum && src == DTYPE_F32) plan.sum2_raw = sum2_f32;
-        if (sum && src == DTYPE_F64) plan.sum2_raw = sum2_f64;
-    } else if (sum && src == DTYPE_BF16 && plan.acc_type == DTYPE_F32) {
-        plan.combine_raw = sum_f32_bf16;
-        plan.sum2_raw = sum2_f32_bf16;
+    /* One multiplication can be part of the last addition; a second or a division is a pass of its own. */
+    if (sum && how->n_src >= 2 && !plan.missing && !how->accumulate) {
+        if (how->divisor == 1) {
+            plan.fused = fused_find(from, to);
+            plan.by = (float)how->scale;
+        } else if (how->scale == 1 && has_exact_inverse(how->divisor)) {
+            plan.fused = fused_find(from, to);
+            plan.by = (float)(1 / how->divisor);
+        }
     }
     return plan;
 }
@@ -225,65 +276,83 @@ static void load(const struct chain *chain, void *to, const void *from, size_t n
         chain_run(chain, to, from, n);
 }
 
-/* acc = op over sources[...][at ... at + n). A missing source is a zero of its own: with one, a sum of
- * negative zeros is positive, and so the accumulator starts from zero. */
-static void reduce_block(const struct kernel_reduce *how, const struct plan *plan, void *acc,
-                         const void *const *src, size_t at, size_t n, int missing)
+static const void *source(const struct plan *plan, int s, size_t at)
 {
-    _Alignas(64) char loaded[BLOCK * sizeof(double)];
-    const void *waiting = NULL; /* the first source, until it is known whether it has a second */
-    int empty = !missing;
+    return (const char *)plan->src[s] + at * plan->src_size;
+}
 
-    if (missing) memset(acc, 0, n * plan->acc_size);
-    for (int s = 0; s < how->n_src; s++) {
-        if (!src[s]) continue;
-        const char *x = (const char *)src[s] + at * plan->src_size;
-        if (empty && plan->sum2_raw && s + 1 < how->n_src) {
-            waiting = x;
-        } else if (waiting) {
-            plan->sum2_raw(acc, waiting, x, n);
-            waiting = NULL;
-        } else if (empty) {
-            load(&plan->load, acc, x, n, plan->src_size);
+/* out = the result for the elements [at, at + n), through the accumulator where there are more than two
+ * sources. */
+static void reduce_fused(const struct plan *plan, void *out, void *acc, size_t at, size_t n)
+{
+    int last = plan->how->n_src - 1;
+    if (last == 1) {
+        plan->fused->only(out, source(plan, 0, at), source(plan, 1, at), plan->by, n);
+        return;
+    }
+    plan->fused->first(acc, source(plan, 0, at), source(plan, 1, at), 1, n);
+    for (int s = 2; s < last; s++) plan->combine_raw(acc, source(plan, s, at), n);
+    plan->fused->last(out, acc, source(plan, last, at), plan->by, n);
+}
+
+/* acc = op over the sources, for the elements [at, at + n). A missing source is a zero of its own: with one,
+ * a sum of negative zeros is positive, and so the accumulator starts from zero. `spare` holds a block of
+ * accumulators. */
+static void reduce_block(const struct plan *plan, void *acc, void *spare, size_t at, size_t n)
+{
+    int empty = !plan->missing;
+
+    if (plan->missing) memset(acc, 0, n * plan->acc_size);
+    for (int s = 0; s < plan->how->n_src; s++) {
+        if (!plan->src[s]) continue;
+        if (empty) {
+            load(&plan->load, acc, source(plan, s, at), n, plan->src_size);
         } else if (plan->combine_raw) {
-            plan->combine_raw(acc, x, n);
+            plan->combine_raw(acc, source(plan, s, at), n);
         } else {
-            chain_run(&plan->load, loaded, x, n);
-            plan->combine(acc, loaded, n);
+            chain_run(&plan->load, spare, source(plan, s, at), n);
+            plan->combine(acc, spare, n);
         }
         empty = 0;
     }
 }
 
+/* The rest of the work on acc: returns where the result in dst's type is, either acc or `out`. */
+static const void *finish_block(const struct plan *plan, void *out, void *acc, const void *dst, size_t n)
+{
+    if (plan->floating) adjust(plan->acc_type, acc, plan->how->scale, plan->how->divisor, n);
+    if (plan->how->accumulate) {
+        load(&plan->load_dst, out, dst, n, plan->dst_size);
+        plan->combine(acc, out, n);
+    }
+    if (plan->store.n == 0) return acc;
+    chain_run(&plan->store, out, acc, n);
+    return out;
+}
+
 void kernel_reduce(const struct kernel_reduce *how, void *dst, const void *const *src, size_t n)
 {
     _Alignas(64) char acc[BLOCK * sizeof(double)], out[BLOCK * sizeof(double)];
-    const struct plan plan = plan_make(how);
+    const struct plan plan = plan_make(how, dst, src);
     char *to = dst;
-    size_t at = 0;
-    int missing = 0;
 
     if (dtype_is_complex(how->src_type)) n *= 2;
-    for (int s = 0; s < how->n_src; s++) missing |= !src[s];
-
-    for (size_t length; at < n; at += length, to += length * plan.dst_size) {
+    for (size_t at = 0, length; at < n; at += length, to += length * plan.dst_size) {
         length = block_length(to, plan.dst_size, n - at);
-        reduce_block(how, &plan, acc, src, at, length, missing);
-        if (plan.floating) adjust(plan.acc_type, acc, how->scale, how->divisor, length);
-        if (how->accumulate) {
-            load(&plan.load_dst, out, to, length, plan.dst_size);
-            plan.combine(acc, out, length);
-        }
-        const void *result = acc;
-        if (plan.store.n) {
-            void *converted = how->stream ? out : to;
-            chain_run(&plan.store, converted, acc, length);
-            result = converted;
+        const void *result = out;
+        if (plan.fused && !how->stream && !plan.in_place) {
+            reduce_fused(&plan, to, acc, at, length);
+            continue;
+        } else if (plan.fused) {
+            reduce_fused(&plan, out, acc, at, length);
+        } else {
+            reduce_block(&plan, acc, out, at, length);
+            result = finish_block(&plan, out, acc, to, length);
         }
         if (how->stream)
             copy_stream(to, result, length * plan.dst_size);
-        else if (result == acc)
-            memcpy(to, acc, length * plan.dst_size);
+        else
+            memcpy(to, result, length * plan.dst_size);
     }
     if (how->stream) copy_stream_end();
 }

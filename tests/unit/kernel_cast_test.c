@@ -4,8 +4,7 @@
 
 #include "tensor/float_bits.h"
 
-/* ---- Copies
- * ---------------------------------------------------------------------------------------------------- */
+/* ---- Copies -------------------------------------------------------------------------------------------- */
 
 Test(kernel_copy, any_address_and_length)
 {
@@ -42,8 +41,7 @@ Test(kernel_copy, two_destinations)
     }
 }
 
-/* ---- Every pair
- * -------------------------------------------------------------------------------------------------- */
+/* ---- Every pair ---------------------------------------------------------------------------------------- */
 
 static void cast_by_definition(enum dtype dst_type, void *dst, enum dtype src_type, const void *src, size_t n)
 {
@@ -100,8 +98,7 @@ Test(kernel_cast, long_arrays)
     }
 }
 
-/* ---- Rounding
- * ---------------------------------------------------------------------------------------------------- */
+/* ---- Rounding ------------------------------------------------------------------------------------------ */
 
 /* Between each two neighbours of a narrow float: the tie, and the source type's values just below and just
  * above it. Through a plain f32 those two would become the tie, and be rounded a second time. */
@@ -253,8 +250,7 @@ Test(kernel_cast, fp8_limits)
         cr_assert_eq(out[i], e5m2[i], "%g gives %#x, not %#x", in[i], out[i], e5m2[i]);
 }
 
-/* ---- Element types
- * ------------------------------------------------------------------------------------------------- */
+/* ---- Element types ------------------------------------------------------------------------------------- */
 
 Test(dtype, dlpack_there_and_back)
 {

@@ -21,8 +21,7 @@ struct value {
     real re, im;
 };
 
-/* ---- Floats by definition
- * ---------------------------------------------------------------------------------------- */
+/* ---- Floats by definition ------------------------------------------------------------------------------ */
 
 /* e4m3fn has no infinity: its last code is NaN, and the one where infinity would be is a number. */
 static inline real narrow_decode(unsigned code, int exponent_bits, int mantissa_bits, int has_infinity)
@@ -96,8 +95,7 @@ static inline unsigned narrow_encode(enum dtype type, real x)
     return sign | (below < above || (below == above && low % 2 == 0) ? low : high);
 }
 
-/* ---- Elements
- * ---------------------------------------------------------------------------------------------------- */
+/* ---- Elements ------------------------------------------------------------------------------------------ */
 
 static inline int is_integer(enum dtype type)
 {
@@ -217,8 +215,7 @@ static inline int element_equal(enum dtype type, const void *got, const void *wa
     return same_real(a.re, b.re) && same_real(a.im, b.im);
 }
 
-/* ---- Test data
- * --------------------------------------------------------------------------------------------------- */
+/* ---- Test data ----------------------------------------------------------------------------------------- */
 
 static inline uint64_t random_bits(uint64_t *state)
 {

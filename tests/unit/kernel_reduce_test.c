@@ -4,8 +4,7 @@
 #define MAX_SOURCES 5
 #define OPS (FSDP_BXOR + 1)
 
-/* ---- The oracle
- * ------------------------------------------------------------------------------------------------ */
+/* ---- The oracle ---------------------------------------------------------------------------------------- */
 
 static real combine_real(fsdp_reduce_op op, int wide, real a, real b)
 {
@@ -114,8 +113,7 @@ static void reduce_element(const struct kernel_reduce *how, char *dst, const cha
     }
 }
 
-/* ---- One comparison
- * ---------------------------------------------------------------------------------------------- */
+/* ---- One comparison ------------------------------------------------------------------------------------ */
 
 /* `missing`: bit s set means that source s is NULL. `in_place`: the source that is dst, or -1. */
 static void check_reduce(const struct kernel_reduce *how, size_t n, size_t shift, unsigned missing,
@@ -156,8 +154,7 @@ static struct kernel_reduce reduction(fsdp_reduce_op op, enum dtype type, int n_
 
 static const int counts[] = {1, 2, 3, 5};
 
-/* ---- Reductions
- * ---------------------------------------------------------------------------------------------------- */
+/* ---- Reductions ---------------------------------------------------------------------------------------- */
 
 static void check_all_of(enum dtype type)
 {
@@ -306,8 +303,7 @@ Test(kernel_reduce, supported)
     }
 }
 
-/* ---- Scale, norm, finite
- * ------------------------------------------------------------------------------------------- */
+/* ---- Scale, norm, finite ------------------------------------------------------------------------------- */
 
 Test(kernel_scale, in_accumulator_type)
 {
