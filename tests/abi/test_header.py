@@ -160,3 +160,21 @@ def test_ctypes_declarations_agree_with_the_compiler(compile_and_run):
         for spelling in (name, name.removeprefix("FSDP_")):
             if isinstance(getattr(abi, spelling, None), int):
                 assert getattr(abi, spelling) == value, spelling
+
+
+def test_ctypes_prototypes_agree_with_the_header():
+    """By name, number of parameters, and the width of each: what a wrong call would trip over."""
+    sys.path.insert(0, str(ROOT / "shims" / "python"))
+    abi = pytest.importorskip("libfsdp.abi")
+    wide = {"size_t": ctypes.c_size_t, "int64_t": ctypes.c_int64, "double": ctypes.c_double}
+    for name, (returns, params) in prototypes().items():
+        if name == "fsdp_get_api":
+            continue
+        result, arguments = abi.PROTOTYPES[name]
+        assert (result is None) == (returns == "void"), name
+        assert len(arguments) == len(params), name
+        for argument, param in zip(arguments, params):
+            pointer = "*" in param or param.split()[0].endswith("_fn")
+            kind = ctypes.c_void_p if pointer else wide.get(param.split()[0], ctypes.c_int32)
+            assert ctypes.sizeof(argument) == ctypes.sizeof(kind), f"{name}: {param}"
+    assert set(abi.PROTOTYPES) <= set(prototypes())
