@@ -16,6 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 HEADER = ROOT / "abi" / "fsdp.h"
 BUILD = pathlib.Path(os.environ.get("FSDP_BUILD_DIR", ROOT / "build")).resolve()
 LIBRARY = BUILD / "libfsdp.so"
+os.environ.setdefault("FSDP_LIBRARY", str(LIBRARY))  # for libfsdp.abi
 
 
 def dlpack_include():
