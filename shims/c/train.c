@@ -374,8 +374,7 @@ static int load(const char *path)
     }
     fsdp_status (*get_api)(int32_t, int32_t, const fsdp_api **);
     void *symbol = dlsym(library, "fsdp_get_api");
-    memcpy(&get_api, &symbol,
-           sizeof(get_api)); /* C has no cast from a data to a function pointer, POSIX needs one */
+    memcpy(&get_api, &symbol, sizeof(get_api)); /* C has no cast from void * to a function pointer */
     if (symbol == NULL || get_api(FSDP_VERSION_MAJOR, FSDP_VERSION_MINOR, &fsdp) != FSDP_OK) {
         fprintf(stderr, "train: %s has no ABI version %d.%d\n", path, FSDP_VERSION_MAJOR, FSDP_VERSION_MINOR);
         return -1;
