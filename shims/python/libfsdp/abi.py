@@ -1,0 +1,437 @@
+"""The C ABI of libfsdp (abi/fsdp.h) in ctypes: every constant, struct and function under its C name, nothing added.
+
+Use it to call the library as C does, or to build another layer; most programs want `libfsdp` itself.
+
+    from libfsdp import abi
+    group = ctypes.c_void_p()
+    status = abi.lib.fsdp_group_create(None, None, ctypes.byref(group))
+
+Structs that the caller allocates set their own `struct_size`. Handles (`fsdp_group *` and so on) are `c_void_p`.
+Functions are reached through `abi.lib`; the shared object is looked for when the first of them is used, so this module
+imports where the library is not built. Calls release the interpreter lock; callbacks take it.
+"""
+
+import ctypes
+import os
+import pathlib
+from ctypes import CFUNCTYPE, POINTER, Structure, c_char, c_char_p, c_double, c_int32, c_int64, c_size_t, c_uint8
+from ctypes import c_uint16, c_uint32, c_uint64, c_void_p
+
+VERSION_MAJOR, VERSION_MINOR, VERSION_PATCH = 0, 1, 0  # of the header that this file mirrors
+
+# ---- Numbers ---------------------------------------------------------------------------------------------------------
+
+FSDP_OK = 0
+FSDP_ERR_INVALID = 1
+FSDP_ERR_STRUCT_SIZE = 2
+FSDP_ERR_VERSION = 3
+FSDP_ERR_UNSUPPORTED = 4
+FSDP_ERR_NOMEM = 5
+FSDP_ERR_SYSTEM = 6
+FSDP_ERR_TIMEOUT = 7
+FSDP_ERR_PENDING = 8
+FSDP_ERR_MISMATCH = 9
+FSDP_ERR_PEER_LOST = 10
+FSDP_ERR_ABORTED = 11
+FSDP_ERR_FORKED = 12
+FSDP_ERR_STATE = 13
+FSDP_ERR_RENDEZVOUS = 14
+FSDP_ERR_CALLBACK = 15
+FSDP_ERR_INTERNAL = 16
+
+FSDP_SUM = 0
+FSDP_AVG = 1
+FSDP_PROD = 2
+FSDP_MIN = 3
+FSDP_MAX = 4
+FSDP_BAND = 5
+FSDP_BOR = 6
+FSDP_BXOR = 7
+
+FSDP_OP_NONE = 0
+FSDP_OP_ALL_GATHER = 1
+FSDP_OP_REDUCE_SCATTER = 2
+FSDP_OP_ALL_REDUCE = 3
+FSDP_OP_REDUCE = 4
+FSDP_OP_BROADCAST = 5
+FSDP_OP_GATHER = 6
+FSDP_OP_SCATTER = 7
+FSDP_OP_ALL_TO_ALL = 8
+FSDP_OP_SEND = 9
+FSDP_OP_RECV = 10
+FSDP_OP_BARRIER = 11
+FSDP_OP_SPLIT = 12
+FSDP_OP_UNSHARD = 13
+FSDP_OP_REDUCE_GRADS = 14
+FSDP_OP_CREATE_UNIT = 15
+
+FSDP_LOG_ERROR = 1
+FSDP_LOG_WARN = 2
+FSDP_LOG_INFO = 3
+FSDP_LOG_DEBUG = 4
+
+FSDP_ANY_RANK = -1
+
+FSDP_UNIT_SHARDED = 0
+FSDP_UNIT_UNSHARDING = 1
+FSDP_UNIT_UNSHARDED = 2
+
+# ---- DLPack ----------------------------------------------------------------------------------------------------------
+
+DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION = 1, 3
+kDLCPU = 1
+kDLInt, kDLUInt, kDLFloat, kDLOpaqueHandle, kDLBfloat, kDLComplex, kDLBool = range(7)
+kDLFloat8_e4m3fn, kDLFloat8_e5m2 = 10, 12
+DLPACK_FLAG_BITMASK_READ_ONLY = 1
+DLPACK_FLAG_BITMASK_IS_COPIED = 2
+
+
+class DLPackVersion(Structure):
+    _fields_ = [("major", c_uint32), ("minor", c_uint32)]
+
+
+class DLDevice(Structure):
+    _fields_ = [("device_type", c_int32), ("device_id", c_int32)]
+
+
+class DLDataType(Structure):
+    _fields_ = [("code", c_uint8), ("bits", c_uint8), ("lanes", c_uint16)]
+
+
+class DLTensor(Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        ("device", DLDevice),
+        ("ndim", c_int32),
+        ("dtype", DLDataType),
+        ("shape", POINTER(c_int64)),
+        ("strides", POINTER(c_int64)),
+        ("byte_offset", c_uint64),
+    ]
+
+
+class DLManagedTensor(Structure):
+    pass
+
+
+class DLManagedTensorVersioned(Structure):
+    pass
+
+
+LegacyDeleter = CFUNCTYPE(None, POINTER(DLManagedTensor))
+VersionedDeleter = CFUNCTYPE(None, POINTER(DLManagedTensorVersioned))
+
+DLManagedTensor._fields_ = [("dl_tensor", DLTensor), ("manager_ctx", c_void_p), ("deleter", LegacyDeleter)]
+DLManagedTensorVersioned._fields_ = [
+    ("version", DLPackVersion),
+    ("manager_ctx", c_void_p),
+    ("deleter", VersionedDeleter),
+    ("flags", c_uint64),
+    ("dl_tensor", DLTensor),
+]
+
+
+class DLPackExchangeAPIHeader(Structure):
+    pass
+
+
+DLPackExchangeAPIHeader._fields_ = [("version", DLPackVersion), ("prev_api", POINTER(DLPackExchangeAPIHeader))]
+
+
+class DLPackExchangeAPI(Structure):
+    """The table behind a type's `__dlpack_c_exchange_api__`. Its functions need the interpreter lock."""
+
+    _fields_ = [
+        ("header", DLPackExchangeAPIHeader),
+        ("managed_tensor_allocator", c_void_p),
+        ("managed_tensor_from_py_object_no_sync", c_void_p),
+        ("managed_tensor_to_py_object_no_sync", c_void_p),
+        ("dltensor_from_py_object_no_sync", c_void_p),
+        ("current_work_stream", c_void_p),
+    ]
+
+
+# ---- Callbacks -------------------------------------------------------------------------------------------------------
+
+fsdp_log_fn = CFUNCTYPE(None, c_int32, c_char_p, c_void_p)
+fsdp_alloc_fn = CFUNCTYPE(c_void_p, c_size_t, c_void_p)
+fsdp_free_fn = CFUNCTYPE(None, c_void_p, c_void_p)
+fsdp_done_fn = CFUNCTYPE(None, c_int32, c_void_p)
+fsdp_store_set_fn = CFUNCTYPE(c_int32, c_void_p, c_char_p, c_void_p, c_size_t)
+fsdp_store_get_fn = CFUNCTYPE(c_int32, c_void_p, c_char_p, c_void_p, c_size_t, POINTER(c_size_t), c_int64)
+fsdp_store_add_fn = CFUNCTYPE(c_int32, c_void_p, c_char_p, c_int64, POINTER(c_int64))
+fsdp_store_wait_fn = CFUNCTYPE(c_int32, c_void_p, c_char_p, c_int64)
+fsdp_store_release_fn = CFUNCTYPE(None, c_void_p)
+
+# ---- Structs that the caller allocates -------------------------------------------------------------------------------
+
+
+class _Sized(Structure):
+    """A struct whose first field is its own size."""
+
+    def __init__(self, *args, **fields):
+        super().__init__(ctypes.sizeof(type(self)), *args, **fields)
+
+
+class fsdp_error_info(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("status", c_int32),
+        ("operation", c_int32),
+        ("sequence", c_uint64),
+        ("rank_a", c_int32),
+        ("rank_b", c_int32),
+        ("message", c_char * 1024),
+    ]
+
+
+class fsdp_store_options(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("world_size", c_int32),
+        ("rank", c_int32),
+        ("timeout_ms", c_int64),
+        ("job_key", c_char_p),
+    ]
+
+
+class fsdp_store_callbacks(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("user", c_void_p),
+        ("set", fsdp_store_set_fn),
+        ("get", fsdp_store_get_fn),
+        ("add", fsdp_store_add_fn),
+        ("wait", fsdp_store_wait_fn),
+        ("release", fsdp_store_release_fn),
+    ]
+
+
+class fsdp_group_options(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("name", c_char_p),
+        ("transport", c_char_p),
+        ("timeout_ms", c_int64),
+        ("staging_bytes", c_int64),
+        ("direct_read", c_int32),
+        ("spin_us", c_int32),
+    ]
+
+
+class fsdp_group_info(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("rank", c_int32),
+        ("size", c_int32),
+        ("failed", c_int32),
+        ("direct_read", c_int32),
+        ("transport", c_char * 16),
+        ("name", c_char * 64),
+        ("operations", c_uint64),
+        ("bytes_moved", c_uint64),
+        ("segment_bytes", c_int64),
+    ]
+
+
+class fsdp_collective(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("kind", c_int32),
+        ("op", c_int32),
+        ("in_", POINTER(DLTensor)),  # `in` in C
+        ("out", POINTER(DLTensor)),
+        ("in_rows", POINTER(c_int64)),
+        ("out_rows", POINTER(c_int64)),
+        ("peer", c_int32),
+        ("tag", c_int32),
+    ]
+
+
+class fsdp_model_options(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("name", c_char_p),
+        ("no_reshard_after_forward", c_int32),
+        ("private_unshard", c_int32),
+        ("gradient_divisor", c_double),
+    ]
+
+
+class fsdp_param(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("name", c_char_p),
+        ("full", POINTER(DLTensor)),
+        ("frozen", c_int32),
+    ]
+
+
+class fsdp_memory_info(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("shards", c_int64),
+        ("gradients", c_int64),
+        ("unsharded", c_int64),
+        ("unsharded_peak", c_int64),
+        ("host_parameters", c_int64),
+        ("total_parameters", c_int64),
+        ("reduced_bytes", c_int64),
+        ("published_bytes", c_int64),
+    ]
+
+
+# ---- Functions -------------------------------------------------------------------------------------------------------
+
+_H = c_void_p  # any handle
+_H_out = POINTER(c_void_p)
+_T = POINTER(DLTensor)
+_T_out = POINTER(POINTER(DLManagedTensorVersioned))
+_rows = POINTER(c_int64)
+_status = c_int32
+
+# name: (result, parameters), in the header's order.
+PROTOTYPES = {
+    "fsdp_last_error": (c_char_p, ()),
+    "fsdp_last_error_info": (_status, (POINTER(fsdp_error_info),)),
+    "fsdp_status_name": (c_char_p, (c_int32,)),
+    "fsdp_version": (c_int32, ()),
+    "fsdp_set_log": (_status, (fsdp_log_fn, c_void_p, c_int32)),
+    "fsdp_set_allocator": (_status, (fsdp_alloc_fn, fsdp_free_fn, c_void_p)),
+    "fsdp_store_options_init": (_status, (POINTER(fsdp_store_options), c_size_t)),
+    "fsdp_store_open": (_status, (c_char_p, POINTER(fsdp_store_options), _H_out)),
+    "fsdp_store_from_callbacks": (_status, (POINTER(fsdp_store_callbacks), POINTER(fsdp_store_options), _H_out)),
+    "fsdp_store_identity": (_status, (_H, POINTER(c_int32), POINTER(c_int32))),
+    "fsdp_store_set": (_status, (_H, c_char_p, c_void_p, c_size_t)),
+    "fsdp_store_get": (_status, (_H, c_char_p, c_void_p, c_size_t, POINTER(c_size_t))),
+    "fsdp_store_add": (_status, (_H, c_char_p, c_int64, POINTER(c_int64))),
+    "fsdp_store_wait": (_status, (_H, c_char_p)),
+    "fsdp_store_retain": (_status, (_H,)),
+    "fsdp_store_release": (None, (_H,)),
+    "fsdp_empty": (_status, (DLDataType, c_int32, POINTER(c_int64), _T_out)),
+    "fsdp_copy": (_status, (_T, _T)),
+    "fsdp_shard_extent": (_status, (c_int64, c_int32, c_int32, POINTER(c_int64), POINTER(c_int64))),
+    "fsdp_shard": (_status, (_T, c_int32, c_int32, c_int32, _T)),
+    "fsdp_tensor_from_legacy": (_status, (POINTER(DLManagedTensor), _T_out)),
+    "fsdp_tensor_to_legacy": (_status, (POINTER(DLManagedTensorVersioned), POINTER(POINTER(DLManagedTensor)))),
+    "fsdp_group_options_init": (_status, (POINTER(fsdp_group_options), c_size_t)),
+    "fsdp_group_create": (_status, (_H, POINTER(fsdp_group_options), _H_out)),
+    "fsdp_group_split": (_status, (_H, c_int32, c_int32, POINTER(fsdp_group_options), _H_out)),
+    "fsdp_group_query": (_status, (_H, POINTER(fsdp_group_info))),
+    "fsdp_group_abort": (_status, (_H, c_char_p)),
+    "fsdp_group_retain": (_status, (_H,)),
+    "fsdp_group_release": (None, (_H,)),
+    "fsdp_work_test": (_status, (_H, POINTER(c_int32))),
+    "fsdp_work_wait": (_status, (_H, c_int64)),
+    "fsdp_work_on_done": (_status, (_H, fsdp_done_fn, c_void_p)),
+    "fsdp_work_keep": (_status, (_H, POINTER(DLManagedTensorVersioned))),
+    "fsdp_work_error": (_status, (_H, POINTER(fsdp_error_info))),
+    "fsdp_work_retain": (_status, (_H,)),
+    "fsdp_work_release": (None, (_H,)),
+    "fsdp_all_gather": (_status, (_H, _T, _T, _H_out)),
+    "fsdp_all_gather_v": (_status, (_H, _T, _T, _rows, _H_out)),
+    "fsdp_reduce_scatter": (_status, (_H, _T, _T, c_int32, _H_out)),
+    "fsdp_reduce_scatter_v": (_status, (_H, _T, _T, _rows, c_int32, _H_out)),
+    "fsdp_all_reduce": (_status, (_H, _T, _T, c_int32, _H_out)),
+    "fsdp_reduce": (_status, (_H, _T, _T, c_int32, c_int32, _H_out)),
+    "fsdp_broadcast": (_status, (_H, _T, c_int32, _H_out)),
+    "fsdp_gather": (_status, (_H, _T, _T, c_int32, _H_out)),
+    "fsdp_scatter": (_status, (_H, _T, _T, c_int32, _H_out)),
+    "fsdp_all_to_all": (_status, (_H, _T, _T, _H_out)),
+    "fsdp_all_to_all_v": (_status, (_H, _T, _T, _rows, _rows, _H_out)),
+    "fsdp_send": (_status, (_H, _T, c_int32, c_int32, _H_out)),
+    "fsdp_recv": (_status, (_H, _T, c_int32, c_int32, _H_out)),
+    "fsdp_barrier": (_status, (_H, _H_out)),
+    "fsdp_coalesced": (_status, (_H, POINTER(fsdp_collective), c_int32, _H_out)),
+    "fsdp_model_options_init": (_status, (POINTER(fsdp_model_options), c_size_t)),
+    "fsdp_model_create": (_status, (_H, POINTER(fsdp_model_options), _H_out)),
+    "fsdp_model_retain": (_status, (_H,)),
+    "fsdp_model_release": (None, (_H,)),
+    "fsdp_unit_create": (_status, (_H, c_char_p, POINTER(fsdp_param), c_int32, _H_out)),
+    "fsdp_unit_retain": (_status, (_H,)),
+    "fsdp_unit_release": (None, (_H,)),
+    "fsdp_unit_param_shard": (_status, (_H, c_int32, _T_out)),
+    "fsdp_unit_param_full": (_status, (_H, c_int32, _T_out)),
+    "fsdp_unit_param_grad": (_status, (_H, c_int32, _T_out)),
+    "fsdp_unit_pre_forward": (_status, (_H,)),
+    "fsdp_unit_post_forward": (_status, (_H,)),
+    "fsdp_unit_pre_backward": (_status, (_H,)),
+    "fsdp_unit_post_backward": (_status, (_H, POINTER(_T), c_int32, _H_out)),
+    "fsdp_unit_unshard": (_status, (_H, _H_out)),
+    "fsdp_unit_reshard": (_status, (_H,)),
+    "fsdp_unit_query_state": (_status, (_H, POINTER(c_int32))),
+    "fsdp_unit_shard_changed": (_status, (_H,)),
+    "fsdp_model_set_gradient_sync": (_status, (_H, c_int32)),
+    "fsdp_model_finish_backward": (_status, (_H,)),
+    "fsdp_model_zero_grad": (_status, (_H,)),
+    "fsdp_model_reset": (_status, (_H,)),
+    "fsdp_model_memory": (_status, (_H, POINTER(fsdp_memory_info))),
+    "fsdp_get_api": (_status, (c_int32, c_int32, POINTER(c_void_p))),
+}
+
+# ---- Finding the shared object ---------------------------------------------------------------------------------------
+
+
+class LibraryNotFound(ImportError):
+    """libfsdp.so could not be loaded. The message lists each place that was tried and what was wrong there."""
+
+
+def candidates():
+    """The places where the shared object is looked for, in order, as strings for dlopen."""
+    if os.environ.get("FSDP_LIBRARY"):
+        return [os.environ["FSDP_LIBRARY"]]  # asked for: nothing else will do
+    package = pathlib.Path(__file__).resolve().parent
+    found = [package / "libfsdp.so"]
+    if len(package.parents) > 2 and (package.parents[2] / "abi" / "fsdp.h").exists():
+        found.append(package.parents[2] / "build" / "release" / "libfsdp.so")
+    return [str(path) for path in found] + ["libfsdp.so.0", "libfsdp.so"]
+
+
+def _open():
+    tried = []
+    for path in candidates():
+        if "/" in path and not os.path.exists(path):
+            tried.append(f"{path}: no such file")
+            continue
+        try:
+            library = ctypes.CDLL(path)
+        except OSError as error:
+            tried.append(f"{path}: {error}")
+            continue
+        missing = [name for name in PROTOTYPES if not hasattr(library, name)]
+        if missing:
+            tried.append(f"{path}: lacks {', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}")
+            continue
+        library.fsdp_version.restype = c_int32
+        version = library.fsdp_version()
+        if version // 10000 != VERSION_MAJOR or version // 100 % 100 < VERSION_MINOR:
+            tried.append(
+                f"{path}: is version {version // 10000}.{version // 100 % 100}, "
+                f"this package needs {VERSION_MAJOR}.{VERSION_MINOR} or a later {VERSION_MAJOR}.x"
+            )
+            continue
+        return path, library
+    raise LibraryNotFound(
+        "libfsdp.so could not be loaded; build it with ci/build, or name it in the environment variable "
+        "FSDP_LIBRARY. Tried:\n  " + "\n  ".join(tried)
+    )
+
+
+class _Library:
+    """The functions of the shared object, bound to their prototypes when the first of them is asked for."""
+
+    path = None  # where the shared object was found; None before it is loaded
+
+    def __getattr__(self, name):
+        if name not in PROTOTYPES:
+            raise AttributeError(f"libfsdp has no function {name!r}")
+        path, library = _open()
+        for function_name, (result, parameters) in PROTOTYPES.items():
+            function = getattr(library, function_name)
+            function.restype, function.argtypes = result, parameters
+            setattr(self, function_name, function)
+        self.path = path
+        return getattr(self, name)
+
+
+lib = _Library()
