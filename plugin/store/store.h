@@ -1,0 +1,31 @@
+/* Rendezvous: the key-value store behind fsdp_store, one vtable with three backends (tcp, file, host
+ * callbacks).
+ *
+ * `api.c` checks the public arguments; these functions do the work. All are callable from any thread; a store
+ * serialises its own requests. Waits are bounded by the store's timeout. */
+#ifndef FSDP_STORE_STORE_H
+#define FSDP_STORE_STORE_H
+
+#include "base/error.h"
+
+fsdp_status store_open(const char *url, const fsdp_store_options *options, fsdp_store **out);
+fsdp_status store_from_callbacks(const fsdp_store_callbacks *callbacks, const fsdp_store_options *options,
+                                 fsdp_store **out);
+
+int store_is(const fsdp_store *store); /* a live store, as far as can be told */
+int32_t store_rank(const fsdp_store *store);
+int32_t store_world_size(const fsdp_store *store);
+int64_t store_timeout_ms(const fsdp_store *store);
+
+/* The n-th group made from this store, from 0: gives each group its own key prefix. The same on all ranks,
+ * since they make groups in the same order. */
+int64_t store_next_group(fsdp_store *store);
+
+fsdp_status store_set(fsdp_store *store, const char *key, const void *value, size_t bytes);
+fsdp_status store_get(fsdp_store *store, const char *key, void *buffer, size_t capacity, size_t *bytes);
+fsdp_status store_add(fsdp_store *store, const char *key, int64_t amount, int64_t *result);
+fsdp_status store_wait(fsdp_store *store, const char *key);
+void store_retain(fsdp_store *store);
+void store_release(fsdp_store *store);
+
+#endif
