@@ -25,6 +25,9 @@ struct chain chain_make(enum dtype from, enum dtype to);
 /* n <= BLOCK, unless the chain has one step. An empty chain copies nothing: the caller reads src itself. */
 void chain_run(const struct chain *chain, void *dst, const void *src, size_t n);
 
+/* Whether the processor converts f16 (F16C on x86-64, with AVX). */
+int cpu_has_f16c(void);
+
 /* memcpy with non-temporal stores and without the closing fence, which is copy_stream_end. */
 void copy_stream(void *dst, const void *src, size_t bytes);
 void copy_stream_end(void);

@@ -17,7 +17,6 @@
 
 #if KERNEL_X86_64
 #include <cpuid.h>
-#include <immintrin.h>
 #include <stdatomic.h>
 #endif
 
@@ -107,7 +106,10 @@ STEP(bool_of_c128, u8_any, c128_any, x.re != 0 || x.im != 0)
         dst_t *to = dst;                                                                                     \
         const src_t *from = src;                                                                             \
         size_t i = 0;                                                                                        \
-        for (; i + 8 <= n; i += 8) vec8_store_##dst_f(to + i, vec8_load_##src_f(from + i));                  \
+        for (; i + 8 <= n; i += 8) {                                                                         \
+            __builtin_prefetch((const char *)(from + i) + VEC8_AHEAD);                                       \
+            vec8_store_##dst_f(to + i, vec8_load_##src_f(from + i));                                         \
+        }                                                                                                    \
         for (; i < n; i++) vec1_store_##dst_f(to + i, vec1_load_##src_f(from + i));                          \
     }
 
@@ -118,7 +120,7 @@ STEP_VEC8(bf16, u16_any, f32, f32_any)
 
 /* F16C gives the same bits as the plain code, NaN payloads included (tests/unit/kernel_cast_test.c). */
 #if KERNEL_X86_64
-__attribute__((target("avx,f16c"))) static void f32_of_f16_f16c(void *dst, const void *src, size_t n)
+KERNEL_F16C static void f32_of_f16_f16c(void *dst, const void *src, size_t n)
 {
     char *to = dst;
     const char *from = src;
@@ -130,7 +132,7 @@ __attribute__((target("avx,f16c"))) static void f32_of_f16_f16c(void *dst, const
     f32_of_f16_soft(to + 4 * i, from + 2 * i, n - i);
 }
 
-__attribute__((target("avx,f16c"))) static void f16_of_f32_f16c(void *dst, const void *src, size_t n)
+KERNEL_F16C static void f16_of_f32_f16c(void *dst, const void *src, size_t n)
 {
     char *to = dst;
     const char *from = src;
@@ -144,7 +146,7 @@ __attribute__((target("avx,f16c"))) static void f16_of_f32_f16c(void *dst, const
 
 /* __builtin_cpu_supports knows "avx", which includes the system's part, but not "f16c" in every compiler. The
  * answer is kept: in a virtual machine the CPUID instruction costs microseconds. */
-static int cpu_has_f16c(void)
+int cpu_has_f16c(void)
 {
     enum { UNKNOWN, NO, YES };
     static atomic_int known;
@@ -160,7 +162,7 @@ static int cpu_has_f16c(void)
 #else
 #define f32_of_f16_f16c f32_of_f16_soft
 #define f16_of_f32_f16c f16_of_f32_soft
-static int cpu_has_f16c(void)
+int cpu_has_f16c(void)
 {
     return 0;
 }

