@@ -240,7 +240,8 @@ class _Buffer:
 
     def __init__(self, exporter):
         self.view = _PyBuffer()
-        _get_buffer(exporter, self.view, _PYBUF_RECORDS_RO)
+        # Through a memoryview, which fills in the strides that an exporter may leave out.
+        _get_buffer(memoryview(exporter), self.view, _PYBUF_RECORDS_RO)
 
     def __del__(self):
         if self.view.obj:
