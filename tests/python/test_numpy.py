@@ -1,0 +1,211 @@
+"""The NumPy host: its layers against finite differences, and sharded training against one process."""
+
+import numpy as np
+import pytest
+from conftest import ROOT, launch
+
+import libfsdp
+from libfsdp.numpy import SGD, Adam, Linear, ReLU, Sequential, Tanh, fully_shard, softmax_cross_entropy
+
+
+def net(dtype="float64", seed=3):
+    rng = np.random.default_rng(seed)
+    return Sequential(
+        Linear(5, 7, rng=rng, dtype=dtype),
+        Tanh(),
+        Sequential(Linear(7, 6, rng=rng, dtype=dtype), ReLU()),
+        Linear(6, 3, rng=rng, dtype=dtype, bias=False),
+    )
+
+
+def batch(count=12, dtype="float64"):
+    rng = np.random.default_rng(5)
+    return rng.normal(size=(count, 5)).astype(dtype), rng.integers(0, 3, count)
+
+
+NAMES = ["0.weight", "0.bias", "2.0.weight", "2.0.bias", "3.weight"]
+
+
+def test_gradients_are_the_slopes():
+    model = net()
+    x, labels = batch()
+    _, slope = softmax_cross_entropy(model.forward(x), labels)
+    dx = model.backward(slope)
+    rng = np.random.default_rng(0)
+    assert [parameter.name for parameter in model.parameters()] == NAMES
+
+    def numeric(array, index):
+        step = 1e-6
+        array[index] += step
+        up, _ = softmax_cross_entropy(model.forward(x), labels)
+        array[index] -= 2 * step
+        down, _ = softmax_cross_entropy(model.forward(x), labels)
+        array[index] += step
+        return (up - down) / (2 * step)
+
+    for array, gradient in [(x, dx)] + [(p.value, p.grad()) for p in model.parameters()]:
+        assert array.shape == gradient.shape
+        for _ in range(5):
+            index = tuple(rng.integers(0, length) for length in array.shape)
+            assert numeric(array, index) == pytest.approx(gradient[index], abs=1e-8)
+
+
+def test_gradients_add_up_until_they_are_zeroed():
+    model = net()
+    x, labels = batch()
+    _, slope = softmax_cross_entropy(model.forward(x), labels)
+    model.backward(slope)
+    once = [parameter.grad().copy() for parameter in model.parameters()]
+    model.backward(slope)
+    for parameter, gradient in zip(model.parameters(), once):
+        np.testing.assert_allclose(parameter.grad(), 2 * gradient)
+    model.zero_grad()
+    assert all(parameter.grad() is None for parameter in model.parameters())
+    SGD(model.parameters(), 1.0).step()  # nothing to do
+
+
+def test_loss_of_certain_and_of_large_logits():
+    loss, slope = softmax_cross_entropy(np.array([[1000.0, 0.0], [0.0, 0.0]]), np.array([0, 1]))
+    assert loss == pytest.approx(np.log(2) / 2)
+    np.testing.assert_allclose(slope, [[0, 0], [0.25, -0.25]])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+def test_optimizers_against_their_formulas(optimizer):
+    value = np.array([1.0, -2.0])
+    gradients = [np.array([0.5, 1.0]), np.array([-1.0, 0.25])]
+    current = []
+    parameter = libfsdp.numpy.Parameter("p", value, lambda: current[-1])
+    made = {
+        "sgd": lambda: SGD([parameter], 0.1),
+        "momentum": lambda: SGD([parameter], 0.1, momentum=0.9),
+        "adam": lambda: Adam([parameter], 0.1),
+    }[optimizer]()
+    for gradient in gradients:
+        current.append(gradient)
+        made.step()
+    if optimizer == "adam":
+        expected, m, v = np.array([1.0, -2.0]), 0, 0
+        for t, g in enumerate(gradients, 1):
+            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+            expected = expected - 0.1 * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
+    else:
+        momentum = 0.9 if optimizer == "momentum" else 0
+        expected = [1.0, -2.0] - 0.1 * gradients[0] - 0.1 * (gradients[1] + momentum * gradients[0])
+    np.testing.assert_allclose(value, expected, rtol=1e-7)
+
+
+# ---- Sharded ---------------------------------------------------------------------------------------------------------
+
+
+def train(model, group, optimizer, accumulate, turns=6):
+    """Train, and give the whole parameters. The batch is split over micro-batches and ranks; 12 divides by all."""
+    x, labels = batch()
+    rank, size = (group.rank, group.size) if group else (0, 1)
+    sharded = hasattr(model, "no_sync")
+    made = Adam(model.parameters(), 0.05) if optimizer == "adam" else SGD(model.parameters(), 0.2, momentum=0.9)
+    for _ in range(turns):
+        parts = np.split(np.arange(12), accumulate)
+        for number, part in enumerate(parts):
+            mine = part[rank::size]
+            last = number == accumulate - 1
+
+            def step():
+                _, slope = softmax_cross_entropy(model.forward(x[mine]), labels[mine])
+                model.backward(slope / accumulate)
+
+            if sharded and not last:
+                with model.no_sync():
+                    step()
+            else:
+                step()
+        made.step()
+        model.zero_grad()
+    if sharded:
+        return model.full_parameters()
+    return {parameter.name: parameter.value for parameter in model.parameters()}
+
+
+def sharded_training(group, optimizer, accumulate, options):
+    expected = train(net(), None, optimizer, 1)
+    model = fully_shard(net(), group, **options)
+    assert len(model.units()) == 3
+    got = train(model, group, optimizer, accumulate)
+    assert list(got) == NAMES
+    for name, value in expected.items():
+        np.testing.assert_allclose(got[name], value, rtol=0, atol=1e-12, err_msg=name)
+    with model.unsharded():
+        np.testing.assert_array_equal(model.units()[0]["0.weight"].full.numpy(), got["0.weight"])
+    memory = model.model.memory()
+    everyone = np.zeros(group.size, "int64")
+    group.all_gather(np.array([memory.shards]), everyone)
+    assert everyone.sum() == memory.total_parameters
+    group.barrier()
+
+
+@pytest.mark.parametrize(
+    "n, optimizer, accumulate, options",
+    [
+        (1, "adam", 2, {}),
+        (2, "adam", 1, {}),
+        (2, "sgd", 3, {"reshard_after_forward": False}),
+        (3, "sgd", 2, {"private_unshard": True}),
+        (4, "adam", 1, {}),
+        (6, "sgd", 2, {}),
+    ],
+)
+def test_sharded_training_equals_one_process(ranks, n, optimizer, accumulate, options):
+    ranks(n, sharded_training, optimizer, accumulate, options)
+
+
+def test_sharding_without_a_group():
+    expected = train(net(), None, "adam", 1)
+    got = train(fully_shard(net()), None, "adam", 2)
+    for name, value in expected.items():
+        np.testing.assert_allclose(got[name], value, rtol=0, atol=1e-12)
+
+
+def test_frozen_parameters_stay():
+    model = fully_shard(net(), frozen=["0.weight", "3.weight"])
+    assert [parameter.name for parameter in model.parameters()] == ["0.bias", "2.0.weight", "2.0.bias"]
+    before = net()
+    got = train(model, None, "sgd", 1)
+    for parameter in before.parameters():
+        assert np.array_equal(got[parameter.name], parameter.value) == (parameter.name in ("0.weight", "3.weight"))
+
+
+def test_a_single_layer():
+    model = fully_shard(Linear(3, 2, rng=np.random.default_rng(0)))
+    assert sorted(model.full_parameters()) == ["bias", "weight"]
+    model.forward(np.ones((4, 3), "float32"))
+    model.backward(np.ones((4, 2), "float32"))
+    assert {p.name: p.grad().tolist() for p in model.parameters()}["bias"] == [4, 4]
+
+
+def test_what_can_not_be_sharded_is_named():
+    with pytest.raises(TypeError, match="^layer: int"):
+        fully_shard(5)
+    with pytest.raises(ValueError, match="^frozen: 'nope'"):
+        fully_shard(net(), frozen=["nope"])
+    model = fully_shard(net())
+    with pytest.raises(ValueError, match="sharded already"):
+        fully_shard(model)
+    with pytest.raises(TypeError):
+        fully_shard(net(), reshard=True)
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "shims" / "python" / "examples").glob("*.py")), ids=lambda p: p.name)
+@pytest.mark.parametrize("n", [1, 2])
+def test_examples_run(example, n):
+    done = launch(n, example)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_the_demo_holds():
+    pytest.importorskip("sklearn")
+    from conftest import run_python
+
+    done = run_python(ROOT / "ci" / "digits.py", "--epochs", "8", "--ranks", "3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("HOLDS")
