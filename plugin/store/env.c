@@ -12,15 +12,16 @@
  *   1. FSDP_STORE, a tcp:// or file:// URL.
  *   2. MASTER_ADDR with FSDP_MASTER_PORT.
  *   3. MASTER_ADDR with MASTER_PORT. Under torchrun (TORCHELASTIC_USE_AGENT_STORE=True) the launcher itself
- * listens on MASTER_PORT for as long as the job runs, so rank 0 can't: the port used is then MASTER_PORT + 1
- * (65534 when MASTER_PORT is 65535). All ranks compute the same. If that port is taken, rank 0 says so and
- * names FSDP_MASTER_PORT; the job key and the hello keep ranks from joining whatever is there.
- *   4. None of these, all ranks on one host, and a launcher that gives the job an identity: a file named
- * after that identity, in XDG_RUNTIME_DIR or /tmp. Open MPI: OMPI_COMM_WORLD_LOCAL_SIZE equals
- * OMPI_COMM_WORLD_SIZE; the identity is its job number, its server's address and its random key. Slurm:
- * SLURM_STEP_NUM_NODES is 1; the identity is job and step. This is sound because the identity is unique among
- * running jobs, the file is private to the user (file.c checks owner and mode), and a file whose processes
- * are all gone is recognised as dead. MPICH gives no identity that all ranks share: there it is an error.
+ *      listens on MASTER_PORT for as long as the job runs, so rank 0 can't: the port used is then
+ *      MASTER_PORT + 1 (65534 when MASTER_PORT is 65535). All ranks compute the same. If that port is taken,
+ *      rank 0 says so and names FSDP_MASTER_PORT; the hello keeps ranks from joining what else is there.
+ *   4. None of these, all ranks on one host, and a launcher that gives the job an identity: a file
+ *      named after it, in XDG_RUNTIME_DIR or /tmp. Open MPI: OMPI_COMM_WORLD_LOCAL_SIZE equals the
+ *      world size; the identity is the job's number, its server's address and its random key. Slurm:
+ *      SLURM_STEP_NUM_NODES is 1; the identity is job and step. This is sound because the identity is
+ *      unique among running jobs, the file is private to the user (file_log.c checks owner and mode),
+ *      and a file whose processes are all gone is recognised as dead. MPICH gives no identity that all
+ *      ranks share: there it is an error.
  *   5. An error that names the missing variable and who sets it. */
 #include <inttypes.h>
 #include <stdio.h>

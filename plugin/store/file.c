@@ -48,8 +48,7 @@ struct file_store {
     char conflict[STORE_TEXT_MAX];
 };
 
-/* ---- Replay
- * ------------------------------------------------------------------------------------------------------ */
+/* ---- Replay ------------------------------------------------------------------------------------------- */
 
 static fsdp_status apply_meta(struct file_store *self, const void *key, size_t key_bytes, const void *value,
                               size_t value_bytes)
@@ -102,6 +101,7 @@ static fsdp_status apply(void *ctx, int type, const void *key, size_t key_bytes,
     switch (type) {
     case JOIN:
     case LEAVE:
+    case STRIKE:
         return apply_member(self, type, value, value_bytes);
     case SET:
         return store_table_set(&self->table, key, key_bytes, value, value_bytes);
@@ -144,8 +144,7 @@ static fsdp_status append_rank(struct file_store *self, int type, int32_t rank)
     return append(self, type, "", &rank, sizeof rank);
 }
 
-/* ---- Joining
- * ----------------------------------------------------------------------------------------------------- */
+/* ---- Joining ------------------------------------------------------------------------------------------ */
 
 /* Tell everybody, then fail with the same words. */
 static fsdp_status conflict(struct file_store *self, const char *text)
@@ -204,6 +203,15 @@ static fsdp_status admit(struct file_store *self, int *again)
     return err(FSDP_ERR_RENDEZVOUS, "%s", text);
 }
 
+/* Under the write lock. Ranks still on their way hold no claim; they find the file gone and make a new one.
+ */
+static void remove_if_alone(struct file_store *self)
+{
+    for (int32_t rank = 0; rank < self->world_size; rank++)
+        if (rank != self->config.rank && store_log_is_claimed(&self->log, rank)) return;
+    store_log_remove(&self->log);
+}
+
 static fsdp_status write_meta(struct file_store *self)
 {
     struct meta meta = {.version = FILE_VERSION, .world_size = self->config.world_size};
@@ -218,7 +226,11 @@ static fsdp_status join_locked(struct file_store *self, int *again)
         return FSDP_OK;
     }
     if (self->world_size == 0) {
-        TRY(write_meta(self));
+        fsdp_status status = write_meta(self);
+        if (status != FSDP_OK) {
+            remove_if_alone(self);
+            return status;
+        }
     } else if (count_alive(self) == 0) {
         LOG(FSDP_LOG_INFO, "store file '%s' was left by an earlier job: starting afresh", self->path);
         store_log_remove(&self->log);
@@ -235,7 +247,9 @@ static fsdp_status join_locked(struct file_store *self, int *again)
                    "store file '%s': rank %" PRId32
                    " can't lock its place: is the file on a local disk, and has nobody written to it?",
                    self->path, self->config.rank);
-    return append_rank(self, JOIN, self->config.rank);
+    fsdp_status status = append_rank(self, JOIN, self->config.rank);
+    if (status != FSDP_OK) remove_if_alone(self);
+    return status;
 }
 
 static fsdp_status join(struct file_store *self, int64_t deadline)
@@ -261,8 +275,7 @@ static fsdp_status join(struct file_store *self, int64_t deadline)
     }
 }
 
-/* ---- Meeting and leaving
- * ----------------------------------------------------------------------------------------- */
+/* ---- Meeting and leaving ------------------------------------------------------------------------------ */
 
 static int is_missing(const void *ctx, int32_t rank)
 {
@@ -276,10 +289,7 @@ static int is_missing(const void *ctx, int32_t rank)
 static void part_locked(struct file_store *self)
 {
     if (self->members[self->config.rank] == JOINED) append_rank(self, LEAVE, self->config.rank);
-    int others = 0;
-    for (int32_t rank = 0; rank < self->world_size && !others; rank++)
-        others = rank != self->config.rank && store_log_is_claimed(&self->log, rank);
-    if (!others) store_log_remove(&self->log);
+    remove_if_alone(self);
     store_log_disclaim(&self->log, self->config.rank);
     store_log_unlock(&self->log);
 }
@@ -354,8 +364,7 @@ static void file_close(struct store_backend *base)
     file_abandon(base, 0);
 }
 
-/* ---- Keys
- * -------------------------------------------------------------------------------------------------------- */
+/* ---- Keys --------------------------------------------------------------------------------------------- */
 
 static fsdp_status file_set(struct store_backend *base, const char *key, const void *value, size_t bytes)
 {

@@ -56,8 +56,7 @@ fsdp_status store_log_damaged(const struct file_log *log, const char *what)
                log->path, (int64_t)log->at, what);
 }
 
-/* ---- The file
- * ---------------------------------------------------------------------------------------------------- */
+/* ---- The file ----------------------------------------------------------------------------------------- */
 
 static fsdp_status check_file(int fd, const char *path)
 {
@@ -124,8 +123,7 @@ void store_log_remove(struct file_log *log)
     if (here.st_dev == there.st_dev && here.st_ino == there.st_ino) unlink(log->path);
 }
 
-/* ---- Locks
- * ------------------------------------------------------------------------------------------------------- */
+/* ---- Locks -------------------------------------------------------------------------------------------- */
 
 static int range(const struct file_log *log, int command, short type, int64_t byte, struct flock *out)
 {
@@ -175,8 +173,7 @@ int store_log_is_claimed(const struct file_log *log, int32_t rank)
     return range(log, F_OFD_GETLK, F_WRLCK, CLAIM_BYTE + rank, &lock) == 0 && lock.l_type != F_UNLCK;
 }
 
-/* ---- Records
- * ----------------------------------------------------------------------------------------------------- */
+/* ---- Records ------------------------------------------------------------------------------------------ */
 
 /* 1: all of it; 0: the file ends before; -1: errno says. */
 static int read_exactly(int fd, void *buffer, size_t bytes, off_t at)

@@ -30,8 +30,7 @@ struct fsdp_store {
     struct store_backend *backend;
 };
 
-/* ---- Opening
- * ----------------------------------------------------------------------------------------------------- */
+/* ---- Opening ------------------------------------------------------------------------------------------ */
 
 static fsdp_status config_init(struct store_config *config, const fsdp_store_options *options)
 {
@@ -187,8 +186,7 @@ fsdp_status store_from_callbacks(const fsdp_store_callbacks *callbacks, const fs
     return FSDP_OK;
 }
 
-/* ---- Calls
- * ------------------------------------------------------------------------------------------------------- */
+/* ---- Calls -------------------------------------------------------------------------------------------- */
 
 static fsdp_status enter(fsdp_store *store, const char *key)
 {
@@ -281,8 +279,7 @@ void store_release(fsdp_store *store)
     mem_free(store);
 }
 
-/* ---- What backends share
- * ----------------------------------------------------------------------------------------- */
+/* ---- What backends share ------------------------------------------------------------------------------ */
 
 fsdp_status store_err_key_timeout(const char *key, int64_t timeout_ms)
 {

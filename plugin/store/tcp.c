@@ -50,8 +50,7 @@ struct answer {
     char text[STORE_TEXT_MAX]; /* why, when status is not OK */
 };
 
-/* ---- One request on one connection
- * ------------------------------------------------------------------------------- */
+/* ---- One request on one connection -------------------------------------------------------------------- */
 
 enum talk { TALK_DONE, TALK_CLOSED, TALK_LATE, TALK_GARBLED };
 
@@ -126,8 +125,7 @@ static fsdp_status err_garbled(const struct tcp *self)
                self->name);
 }
 
-/* ---- Connections
- * ------------------------------------------------------------------------------------------------- */
+/* ---- Connections -------------------------------------------------------------------------------------- */
 
 enum link { LINK_OPEN, LINK_RETRY, LINK_REFUSED, LINK_FAILED };
 
@@ -222,8 +220,7 @@ static fsdp_status take_connection(struct tcp *self, int64_t deadline, struct co
     return info.status;
 }
 
-/* ---- Meeting
- * ----------------------------------------------------------------------------------------------------- */
+/* ---- Meeting ------------------------------------------------------------------------------------------ */
 
 static enum talk send_join(const struct tcp *self, int fd, int64_t deadline, struct answer *answer)
 {
@@ -319,8 +316,7 @@ static fsdp_status ask_who_has_the_port(const struct tcp *self)
     return err_restore(&info);
 }
 
-/* ---- Keys
- * -------------------------------------------------------------------------------------------------------- */
+/* ---- Keys --------------------------------------------------------------------------------------------- */
 
 static fsdp_status call(struct tcp *self, struct wire_request request, const char *key, const void *value,
                         void *buffer, size_t capacity, struct answer *answer)
@@ -381,8 +377,7 @@ static fsdp_status tcp_wait(struct store_backend *base, const char *key)
     return call((struct tcp *)base, request, key, NULL, NULL, 0, &answer);
 }
 
-/* ---- Life
- * -------------------------------------------------------------------------------------------------------- */
+/* ---- Life --------------------------------------------------------------------------------------------- */
 
 /* The server stops first, so that its last words count rank 0 as present. */
 static void tcp_close(struct store_backend *base)

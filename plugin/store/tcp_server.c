@@ -77,8 +77,7 @@ struct store_server {
     struct pollfd *polls; /* wake, listener, peers */
 };
 
-/* ---- Peers
- * ------------------------------------------------------------------------------------------------------- */
+/* ---- Peers -------------------------------------------------------------------------------------------- */
 
 static void request_done(struct peer *peer)
 {
@@ -147,8 +146,7 @@ static void peer_tell(struct store_server *server, struct peer *peer, int32_t st
     peer_reply(server, peer, status, 0, text, strlen(text));
 }
 
-/* ---- Meeting
- * ----------------------------------------------------------------------------------------------------- */
+/* ---- Meeting ------------------------------------------------------------------------------------------ */
 
 static void end_meeting(struct store_server *server, int32_t status, const char *text)
 {
@@ -227,8 +225,7 @@ static void handle_join(struct store_server *server, struct peer *peer, int64_t 
     end_meeting(server, FSDP_OK, "");
 }
 
-/* ---- Requests
- * ---------------------------------------------------------------------------------------------------- */
+/* ---- Requests ----------------------------------------------------------------------------------------- */
 
 static int same_key(const char *mine, const unsigned char *theirs, size_t bytes)
 {
@@ -378,8 +375,7 @@ static void peer_read(struct store_server *server, struct peer *peer)
     if (got > 0) handle(server, peer);
 }
 
-/* ---- The thread
- * -------------------------------------------------------------------------------------------------- */
+/* ---- The thread --------------------------------------------------------------------------------------- */
 
 /* A free place, if need be that of the connection that has gone longest without a HELLO. */
 static struct peer *find_place(struct store_server *server)
@@ -491,8 +487,7 @@ static void *serve(void *arg)
     return NULL;
 }
 
-/* ---- Life
- * -------------------------------------------------------------------------------------------------------- */
+/* ---- Life --------------------------------------------------------------------------------------------- */
 
 static void close_if_open(atomic_int *fd)
 {
