@@ -211,8 +211,7 @@ static fsdp_status leave(fsdp_store *store, fsdp_status status)
     return status;
 }
 
-/* ---- Meeting
- * ----------------------------------------------------------------------------------------------------- */
+/* ---- Meeting ------------------------------------------------------------------------------------------ */
 
 static fsdp_status count_together(fsdp_store *store, int64_t *total)
 {
@@ -368,8 +367,7 @@ Test(meet, under_a_launcher_that_gives_no_address)
     cr_assert_eq(entries(folder), 2, "the file is gone");
 }
 
-/* ---- Refusals
- * ---------------------------------------------------------------------------------------------------- */
+/* ---- Refusals ----------------------------------------------------------------------------------------- */
 
 static fsdp_status join_only(int32_t rank, struct outcome *out)
 {
@@ -516,6 +514,14 @@ static void wait_for(const volatile int64_t *number)
     cr_assert(*number);
 }
 
+static fsdp_status intrude_as_rank_0(int32_t rank, struct outcome *out)
+{
+    fsdp_store *store;
+    (void)rank;
+    (void)out;
+    return open_as(0, 2, 300, "second", &store);
+}
+
 static fsdp_status intrude(int32_t rank, struct outcome *out)
 {
     fsdp_store *store;
@@ -530,7 +536,9 @@ Test(refuse, an_address_that_another_job_uses)
         for (int i = 0; i < 2; i++) start_rank(i, i, hold);
         for (int i = 0; i < 2; i++) wait_for(&outcomes[i].number);
         for (int i = 0; i < 2; i++) start_rank(2 + i, i, intrude);
-        for (int i = 0; i < 2; i++) finish_rank(2 + i);
+        start_rank(4, 0, intrude_as_rank_0);
+        for (int i = 0; i < 3; i++) finish_rank(2 + i);
+        expect(4, FSDP_ERR_RENDEZVOUS, "another job key");
         expect(2, FSDP_ERR_RENDEZVOUS, "two processes say they are rank 0");
         expect(3, FSDP_ERR_RENDEZVOUS, "another job key");
         kill_ranks();
@@ -573,8 +581,7 @@ Test(refuse, a_place_whose_process_died_under_a_living_job)
     expect(2, FSDP_ERR_RENDEZVOUS, "exists from an earlier job");
 }
 
-/* ---- Disturbances
- * ------------------------------------------------------------------------------------------------ */
+/* ---- Disturbances ------------------------------------------------------------------------------------- */
 
 static int connect_raw(void)
 {
@@ -642,7 +649,8 @@ Test(disturb, garbage_at_the_port)
     for (int i = 0; i < 100; i++) {
         int fd = connect_raw();
         for (size_t k = 0; k < sizeof noise; k++) noise[k] = (unsigned char)rand();
-        say(fd, noise, (size_t)(rand() % (int)sizeof noise) + sizeof(struct wire_request));
+        say(fd, noise,
+            sizeof(struct wire_request) + (size_t)rand() % (sizeof noise - sizeof(struct wire_request)));
         expect_closed(fd);
     }
     /* Well-formed but not allowed: before HELLO, a wrong HELLO, and lengths that promise too much. */
@@ -656,8 +664,13 @@ Test(disturb, garbage_at_the_port)
         say(fd, &bad[i], sizeof bad[i]);
         expect_closed(fd);
     }
+    struct wire_request hello = request_of(WIRE_HELLO, 3, 0), strange = hello;
+    strange.magic ^= 1;
+    int stranger = connect_raw();
+    say(stranger, &strange, sizeof strange);
+    cr_assert_leq(recv(stranger, noise, 1, 0), 0, "an answer to what is no store's client");
+    close(stranger);
     /* The same from one that knows the job key. */
-    struct wire_request hello = request_of(WIRE_HELLO, 3, 0);
     struct wire_request worse[] = {
         request_of(WIRE_SET, 1, STORE_VALUE_MAX + 1),
         request_of(WIRE_SET, 0, 1),
@@ -874,5 +887,29 @@ Test(disturb, a_rank_that_dies_while_meeting_is_missing)
         ranks[1].pid = 0;
         finish_rank(0);
         expect(0, FSDP_ERR_TIMEOUT, "missing 1-2");
+    }
+}
+
+static fsdp_status come_again(int32_t rank, struct outcome *out)
+{
+    fsdp_store *store;
+    TRY(open_as(rank, 3, 5000, NULL, &store));
+    return leave(store, count_together(store, &out->number));
+}
+
+Test(disturb, a_rank_that_died_while_meeting_may_come_again)
+{
+    for (int kind = TCP; kind <= FILES; kind++) {
+        use(kind);
+        start_rank(0, 0, come_again);
+        start_rank(1, 1, come_again);
+        usleep(150000);
+        kill(ranks[1].pid, SIGKILL);
+        waitpid(ranks[1].pid, NULL, 0);
+        start_rank(2, 2, come_again);
+        usleep(50000);
+        start_rank(1, 1, come_again);
+        for (int i = 0; i < 3; i++) finish_rank(i);
+        expect_all(3, FSDP_OK, "");
     }
 }

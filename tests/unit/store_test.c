@@ -7,9 +7,11 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -146,8 +148,7 @@ static const char *tcp_url(int port)
     return url;
 }
 
-/* ---- Addresses
- * --------------------------------------------------------------------------------------------------- */
+/* ---- Addresses ---------------------------------------------------------------------------------------- */
 
 Test(store_url, good_ones_are_read)
 {
@@ -216,8 +217,7 @@ Test(store_url, bad_ones_are_refused_with_the_reason)
     free(longest);
 }
 
-/* ---- Launchers
- * --------------------------------------------------------------------------------------------------- */
+/* ---- Launchers ---------------------------------------------------------------------------------------- */
 
 Test(store_env, each_launcher_names_its_ranks)
 {
@@ -348,8 +348,7 @@ Test(store_env, a_launcher_on_one_host_needs_no_address)
     remove_folder();
 }
 
-/* ---- Opening
- * ----------------------------------------------------------------------------------------------------- */
+/* ---- Opening ------------------------------------------------------------------------------------------ */
 
 Test(store_open, options_are_checked)
 {
@@ -416,8 +415,7 @@ Test(store_open, a_store_is_counted)
     nothing_is_left();
 }
 
-/* ---- Keys and values, on every backend
- * --------------------------------------------------------------------------- */
+/* ---- Keys and values, on every backend ---------------------------------------------------------------- */
 
 static fsdp_store *open_alone(int kind, int64_t timeout_ms)
 {
@@ -522,6 +520,7 @@ Test(store_keys, threads_of_a_rank_wait_for_one_another, .timeout = 10)
     for (int kind = 0; kind < KINDS; kind++) {
         fsdp_store *store = open_alone(kind, 5000);
         pthread_t threads[3];
+        int64_t start = store_now_ms();
         for (int i = 0; i < 3; i++) pthread_create(&threads[i], NULL, wait_for_go, store);
         usleep(30000);
         OK(store_set(store, "go", "", 0));
@@ -530,6 +529,7 @@ Test(store_keys, threads_of_a_rank_wait_for_one_another, .timeout = 10)
             pthread_join(threads[i], &status);
             cr_assert_eq((fsdp_status)(intptr_t)status, FSDP_OK);
         }
+        cr_assert(store_now_ms() - start < 2000, "nobody was woken");
         store_release(store);
     }
     remove_folder();
@@ -566,8 +566,7 @@ Test(store_keys, a_forked_child_is_refused_and_harms_nothing, .timeout = 10)
     remove_folder();
 }
 
-/* ---- Out of memory
- * ----------------------------------------------------------------------------------------------- */
+/* ---- Out of memory ------------------------------------------------------------------------------------ */
 
 static int allocations_left;
 
@@ -666,8 +665,7 @@ Test(store_tcp, localhost_is_loopback_only, .timeout = 10)
     }
 }
 
-/* ---- Files
- * ------------------------------------------------------------------------------------------------------- */
+/* ---- Files -------------------------------------------------------------------------------------------- */
 
 static fsdp_status open_file(const char *name)
 {
@@ -725,6 +723,36 @@ Test(store_file, is_private_and_goes_with_its_last_rank, .timeout = 10)
     remove_folder();
 }
 
+Test(store_file, a_full_disk_leaves_nothing, .timeout = 10)
+{
+    struct rlimit limit = {.rlim_cur = 0, .rlim_max = RLIM_INFINITY};
+    path_in_folder("");
+    remember();
+    signal(SIGXFSZ, SIG_IGN);
+    for (; limit.rlim_cur < 48; limit.rlim_cur += 8) { /* the job's record, then this rank's */
+        setrlimit(RLIMIT_FSIZE, &limit);
+        FAILS(open_file("store"), FSDP_ERR_SYSTEM, "can't be written");
+        cr_assert_neq(access(path_in_folder("store"), F_OK), 0);
+    }
+    limit.rlim_cur = RLIM_INFINITY;
+    setrlimit(RLIMIT_FSIZE, &limit);
+    OK(open_file("store"));
+    nothing_is_left();
+
+    struct stat st;
+    fsdp_store *store = open_alone(2, 500);
+    cr_assert_eq(stat(path_in_folder("store"), &st), 0);
+    limit.rlim_cur = (rlim_t)st.st_size + 10; /* room for a part of a record */
+    setrlimit(RLIMIT_FSIZE, &limit);
+    FAILS(store_set(store, "k", "v", 1), FSDP_ERR_SYSTEM, "can't be written");
+    limit.rlim_cur = RLIM_INFINITY;
+    setrlimit(RLIMIT_FSIZE, &limit);
+    OK(store_set(store, "k", "v", 1));
+    OK(store_wait(store, "k"));
+    store_release(store);
+    remove_folder();
+}
+
 Test(store_file, damage_is_an_error_wherever_it_is, .timeout = 20)
 {
     fsdp_store *store = open_alone(2, 200);
@@ -763,8 +791,7 @@ Test(store_file, damage_is_an_error_wherever_it_is, .timeout = 20)
     remove_folder();
 }
 
-/* ---- Host callbacks
- * ---------------------------------------------------------------------------------------------- */
+/* ---- Host callbacks ----------------------------------------------------------------------------------- */
 
 struct host {
     int32_t code;
