@@ -24,7 +24,7 @@
 #define ABI_LAST_fsdp_group_info segment_bytes
 #define ABI_LAST_fsdp_collective tag
 #define ABI_LAST_fsdp_model_options gradient_divisor
-#define ABI_LAST_fsdp_param frozen
+#define ABI_LAST_fsdp_param reserved
 #define ABI_LAST_fsdp_memory_info published_bytes
 
 #define ABI_END(type, field) (offsetof(type, field) + sizeof(((type *)NULL)->field))

@@ -126,7 +126,8 @@ int kernel_reduce_supported(enum dtype type, fsdp_reduce_op op)
 
 typedef void (*sum2_fn)(void *acc, const void *a, const void *b, float by, size_t n);
 
-/* (a + b) * by. The product with 1 changes nothing, whatever the sum. */
+/* (a + b) * by. The product with 1 changes nothing, whatever the sum. `out` may be a or b, so none is
+ * restrict. */
 #define SUM2(target, out_f, out_t, a_f, a_t, b_f, b_t)                                                       \
     target static void out_f##_of_##a_f##_##b_f(void *out, const void *src_a, const void *src_b, float by,   \
                                                 size_t n)                                                    \
@@ -234,7 +235,6 @@ struct plan {
     float by;     /* for fused */
     int floating; /* scale and divisor apply */
     int missing;  /* some source is NULL */
-    int in_place; /* some source is dst */
 };
 
 static enum dtype real_part(enum dtype type)
@@ -242,16 +242,13 @@ static enum dtype real_part(enum dtype type)
     return type == DTYPE_C64 ? DTYPE_F32 : type == DTYPE_C128 ? DTYPE_F64 : type;
 }
 
-static struct plan plan_make(const struct kernel_reduce *how, const void *dst, const void *const *src)
+static struct plan plan_make(const struct kernel_reduce *how, const void *const *src)
 {
     enum dtype from = real_part(how->src_type), to = real_part(how->dst_type);
     struct plan plan = {.how = how, .src = src, .acc_type = from, .floating = dtype_is_float(from)};
     int sum = how->op == FSDP_SUM || how->op == FSDP_AVG;
 
-    for (int s = 0; s < how->n_src; s++) {
-        plan.missing |= !src[s];
-        plan.in_place |= src[s] == dst;
-    }
+    for (int s = 0; s < how->n_src; s++) plan.missing |= !src[s];
     if (plan.floating) plan.acc_type = from == DTYPE_F64 || to == DTYPE_F64 ? DTYPE_F64 : DTYPE_F32;
     plan.load = chain_make(from, plan.acc_type);
     plan.load_dst = chain_make(to, plan.acc_type);
@@ -339,14 +336,14 @@ static const void *finish_block(const struct plan *plan, void *out, void *acc, c
 void kernel_reduce(const struct kernel_reduce *how, void *dst, const void *const *src, size_t n)
 {
     _Alignas(64) char acc[BLOCK * sizeof(double)], out[BLOCK * sizeof(double)];
-    const struct plan plan = plan_make(how, dst, src);
+    const struct plan plan = plan_make(how, src);
     char *to = dst;
 
     if (dtype_is_complex(how->src_type)) n *= 2;
     for (size_t at = 0, length; at < n; at += length, to += length * plan.dst_size) {
         length = block_length(to, plan.dst_size, n - at);
         const void *result = out;
-        if (plan.fused && !how->stream && !plan.in_place) {
+        if (plan.fused && !how->stream) {
             reduce_fused(&plan, to, acc, at, length);
             continue;
         } else if (plan.fused) {

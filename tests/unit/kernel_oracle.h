@@ -229,9 +229,10 @@ static inline uint64_t random_bits(uint64_t *state)
  * special. */
 static inline void element_random(enum dtype type, void *p, uint64_t *state)
 {
-    static const double special[] = {0.0,    -0.0, NAN,    INFINITY,     -INFINITY, 1e-46,  5e-8,
-                                     449,    464,  465,    65519,        65520,     6e4,    3.39e38,
-                                     3.4e38, 4e38, -1e300, 2147483648.0, 9.3e18,    1.9e19, -0.5};
+    static const double special[] = {0.0,    -0.0, NAN,    INFINITY,     -INFINITY, 1e-46,   5e-8,
+                                     449,    464,  465,    65519,        65520,     6e4,     3.39e38,
+                                     3.4e38, 4e38, -1e300, 2147483648.0, 0x1p63,    -0x1p63, 0x1p64,
+                                     127.9,  -129, 9.3e18, 1.9e19,       -0.5};
     uint64_t bits[2] = {random_bits(state), random_bits(state)}, choice = random_bits(state) % 8;
     size_t size = dtype_size(type);
     if (is_integer(type) || type == DTYPE_BOOL || choice == 0) {

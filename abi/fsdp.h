@@ -1,0 +1,637 @@
+/* fsdp.h - the C ABI of libfsdp: fully sharded data parallelism as one shared object.
+ *
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * Rules that hold for every function (abi/README.md gives the reasons):
+ *
+ * - Status. A function returns fsdp_status and writes its outputs only when it returns FSDP_OK (two say that they differ:
+ *   fsdp_work_test and fsdp_store_get). What was wrong, in words, is in fsdp_last_error() of the calling thread; for an
+ *   operation that failed later, on its work handle. A collective that fails in the middle (TIMEOUT, PEER_LOST, ABORTED)
+ *   leaves its output tensors undefined; one that is refused (INVALID, UNSUPPORTED, MISMATCH) leaves them untouched.
+ * - Structs. A struct that the caller allocates starts with `struct_size`: set it to sizeof the struct, or use the
+ *   fsdp_*_init function. A zero field means the default. Elements of arrays carry it too, all the same: it is also the
+ *   distance from one element to the next.
+ * - Objects. Opaque; create gives one reference, _retain adds one, _release drops one. _release(NULL) does nothing.
+ * - Tensors go in as `const DLTensor *`, borrowed: descriptor, shape and strides may be reused as soon as the call
+ *   returns; the data must stay valid until the operation is complete (at return, or when its work handle is done).
+ *   Ownership moves only as DLManagedTensorVersioned *. Tensors come out with strides set and byte_offset 0.
+ *   NULL strides mean row-major contiguous. byte_offset is honoured. Host memory only in this release. A DLTensor does not
+ *   say whether it is read-only: whoever holds the managed tensor must not pass such a one as an output.
+ * - Outputs never overlap themselves or (except where a call says "in place") an input.
+ * - Strings are UTF-8, zero-terminated and borrowed for the call; those that come out belong to the library.
+ * - Times are milliseconds.
+ * - Threads. Any function may be called from any thread. Operations on one group take effect in the order in which the
+ *   calls were made; where two threads use one group at once that order is the caller's affair, and it must be the same
+ *   on all ranks. Host callbacks run without any lock of the library held.
+ * - After fork() the child's handles answer FSDP_ERR_FORKED; releasing them there is allowed and disturbs nobody.
+ */
+#ifndef FSDP_H_
+#define FSDP_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include <dlpack/dlpack.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(__GNUC__) || defined(__clang__)
+#define FSDP_API __attribute__((visibility("default")))
+#else
+#define FSDP_API
+#endif
+
+#define FSDP_VERSION_MAJOR 0
+#define FSDP_VERSION_MINOR 1
+#define FSDP_VERSION_PATCH 0
+
+/* ---- Numbers ----------------------------------------------------------------------------------------------------- */
+
+/* What a call came to. Numbers are never reused; a caller must expect ones it does not know. */
+typedef int32_t fsdp_status;
+#define FSDP_OK 0
+#define FSDP_ERR_INVALID 1      /* an argument is wrong; nothing was done */
+#define FSDP_ERR_STRUCT_SIZE 2  /* struct_size is too small, or names fields this library does not know */
+#define FSDP_ERR_VERSION 3      /* an ABI or DLPack version that this library does not speak */
+#define FSDP_ERR_UNSUPPORTED 4  /* meaningful, but not available here (dtype, device, transport) */
+#define FSDP_ERR_NOMEM 5        /* out of memory or address space */
+#define FSDP_ERR_SYSTEM 6       /* a system call failed; the message has its error text */
+#define FSDP_ERR_TIMEOUT 7      /* the group's or store's time is up */
+#define FSDP_ERR_PENDING 8      /* fsdp_work_wait: its own timeout passed; the operation goes on */
+#define FSDP_ERR_MISMATCH 9     /* ranks called different operations, or the same one with different arguments */
+#define FSDP_ERR_PEER_LOST 10   /* another rank's process ended or it released the group */
+#define FSDP_ERR_ABORTED 11     /* the group was aborted, here or on another rank */
+#define FSDP_ERR_FORKED 12      /* the handle was made before fork() and this is the child */
+#define FSDP_ERR_STATE 13       /* not now: the object is in another state; the message says which call comes first */
+#define FSDP_ERR_RENDEZVOUS 14  /* ranks could not find each other, or disagree about who they are */
+#define FSDP_ERR_CALLBACK 15    /* a host callback reported a failure */
+#define FSDP_ERR_INTERNAL 16    /* a defect of the library */
+
+/* Reductions. Low-precision floats (f16, bf16, fp8) accumulate in f32, f32 in f32, f64 in f64, integers in their own
+ * type (wrapping), in rank order, rounding once to nearest even. NaN in any input gives NaN. */
+typedef int32_t fsdp_reduce_op;
+#define FSDP_SUM 0  /* bool: OR. complex: allowed */
+#define FSDP_AVG 1  /* sum, divided in the accumulator. Floats and complex only; integers are refused */
+#define FSDP_PROD 2 /* bool: AND */
+#define FSDP_MIN 3
+#define FSDP_MAX 4
+#define FSDP_BAND 5 /* integers and bool only, as are the next two */
+#define FSDP_BOR 6
+#define FSDP_BXOR 7
+
+/* Kinds of operation: in error records, and in fsdp_collective.kind. */
+typedef int32_t fsdp_op_kind;
+#define FSDP_OP_NONE 0
+#define FSDP_OP_ALL_GATHER 1
+#define FSDP_OP_REDUCE_SCATTER 2
+#define FSDP_OP_ALL_REDUCE 3
+#define FSDP_OP_REDUCE 4
+#define FSDP_OP_BROADCAST 5
+#define FSDP_OP_GATHER 6
+#define FSDP_OP_SCATTER 7
+#define FSDP_OP_ALL_TO_ALL 8
+#define FSDP_OP_SEND 9
+#define FSDP_OP_RECV 10
+#define FSDP_OP_BARRIER 11
+#define FSDP_OP_SPLIT 12
+#define FSDP_OP_UNSHARD 13
+#define FSDP_OP_REDUCE_GRADS 14
+#define FSDP_OP_CREATE_UNIT 15
+#define FSDP_OP_RESET 16
+
+typedef int32_t fsdp_log_level;
+#define FSDP_LOG_ERROR 1
+#define FSDP_LOG_WARN 2
+#define FSDP_LOG_INFO 3
+#define FSDP_LOG_DEBUG 4
+
+/* ---- Callback types ---------------------------------------------------------------------------------------------- */
+
+typedef void (*fsdp_log_fn)(fsdp_log_level level, const char *message, void *user);
+typedef void *(*fsdp_alloc_fn)(size_t bytes, void *user); /* aligned as malloc's; NULL when there is none */
+typedef void (*fsdp_free_fn)(void *block, void *user);
+
+/* ---- Errors ------------------------------------------------------------------------------------------------------ */
+
+typedef struct fsdp_error_info {
+    size_t struct_size;
+    fsdp_status status;
+    fsdp_op_kind operation; /* the operation that failed, or FSDP_OP_NONE */
+    uint64_t sequence;      /* its number on its group, from 1; 0: none */
+    int32_t rank_a;         /* ranks involved; -1: none. PEER_LOST, TIMEOUT: rank_a is the missing one. */
+    int32_t rank_b;         /* MISMATCH: the two that differ */
+    char message[1024];     /* one sentence: what was wrong and what to do */
+} fsdp_error_info;
+
+/* The last failure on the calling thread: one sentence; "" when there was none. Valid until the thread's next failing
+ * call. Success does not clear it. */
+FSDP_API const char *fsdp_last_error(void);
+
+/* The same with its details. Errors: STRUCT_SIZE. */
+FSDP_API fsdp_status fsdp_last_error_info(fsdp_error_info *info);
+
+/* "TIMEOUT", "PEER_LOST", ...; "UNKNOWN" for a number this library does not know. Static. */
+FSDP_API const char *fsdp_status_name(fsdp_status status);
+
+/* ---- Library ----------------------------------------------------------------------------------------------------- */
+
+/* The library's own version as major * 10000 + minor * 100 + patch; the header's is FSDP_VERSION_*. */
+FSDP_API int32_t fsdp_version(void);
+
+/* Send log lines of `level` and below (more severe) to fn; fn NULL: standard error; level 0: what FSDP_LOG says. */
+FSDP_API fsdp_status fsdp_set_log(fsdp_log_fn fn, void *user, fsdp_log_level level);
+
+/* Heap memory for the library's objects (not tensors' data) from the host. Before the first object is made, else
+ * STATE. Both NULL: malloc and free. */
+FSDP_API fsdp_status fsdp_set_allocator(fsdp_alloc_fn alloc, fsdp_free_fn release, void *user);
+
+/* ---- Store: how ranks find each other ---------------------------------------------------------------------------- */
+
+/* A small key-value service shared by the ranks of a job, used to meet; nothing of the data path goes through it.
+ * Every rank makes one with the same address. Keys are at most 255 bytes, values at most 64 KiB. */
+typedef struct fsdp_store fsdp_store;
+
+typedef struct fsdp_store_options {
+    size_t struct_size;
+    int32_t world_size;  /* 0: take rank and world_size from the URL or the environment */
+    int32_t rank;        /* 0 .. world_size-1; read only when world_size > 0 */
+    int64_t timeout_ms;  /* for every wait through this store, and for meeting; 0: 300000 */
+    const char *job_key; /* all ranks of a job give the same; another job at the same address is refused.
+                            NULL: the environment's FSDP_JOB_KEY, else none. At most 255 bytes. */
+} fsdp_store_options;
+
+FSDP_API fsdp_status fsdp_store_options_init(fsdp_store_options *options, size_t struct_size);
+
+/* Meet at `url`:
+ *   "env://"                        rank and world size from the launcher's variables: RANK, WORLD_SIZE (torchrun, and
+ *                                   `python -m libfsdp.run`), else OMPI_COMM_WORLD_*, else PMI_*, else SLURM_PROCID and
+ *                                   SLURM_NTASKS. Address from MASTER_ADDR and MASTER_PORT (or FSDP_STORE, a URL of the
+ *                                   forms below). With none of the variables set: one rank.
+ *   "tcp://host:port?rank=R&world_size=N"   rank 0 listens there (loopback unless host says otherwise), others connect.
+ *   "file:///path?rank=R&world_size=N"      through a file on a local disk; made by whoever comes first, must be new for
+ *                                   each job, removed when the last rank releases its store.
+ * Parameters in the URL may be left out when `options` has them. Returns when every rank has arrived.
+ * A host that already serves a TCP store of its own (torchrun's) on MASTER_PORT keeps it: see the environment variable
+ * FSDP_MASTER_PORT in README.
+ * Errors: INVALID (malformed URL, rank out of range), RENDEZVOUS (missing variable, port in use, two ranks with one
+ * number, ranks that disagree on world_size or job_key), TIMEOUT (names the ranks that did not come, or the address
+ * that did not answer). */
+FSDP_API fsdp_status fsdp_store_open(const char *url, const fsdp_store_options *options, fsdp_store **store);
+
+/* The host's own key-value service. Each function returns 0 for success, 1 for "time is up", anything else for failure.
+ * Called from the thread that makes the library call, never with a lock held. */
+typedef struct fsdp_store_callbacks {
+    size_t struct_size;
+    void *user; /* handed to every function */
+    int32_t (*set)(void *user, const char *key, const void *value, size_t bytes);
+    /* Wait until key exists, then copy its value to buffer and its size to *bytes. Larger than capacity: set *bytes and
+     * fail. */
+    int32_t (*get)(void *user, const char *key, void *buffer, size_t capacity, size_t *bytes, int64_t timeout_ms);
+    /* Atomically add to the integer at key (absent: 0) and give the sum. */
+    int32_t (*add)(void *user, const char *key, int64_t amount, int64_t *result);
+    int32_t (*wait)(void *user, const char *key, int64_t timeout_ms);
+    void (*release)(void *user); /* may be NULL; called once, when the store's last reference is dropped */
+} fsdp_store_callbacks;
+
+/* A store over the host's callbacks; options->rank and world_size are required. The struct is copied. When this call
+ * fails, `release` is not called. Errors: INVALID, STRUCT_SIZE. */
+FSDP_API fsdp_status fsdp_store_from_callbacks(const fsdp_store_callbacks *callbacks, const fsdp_store_options *options,
+                                               fsdp_store **store);
+
+/* This process's rank and the number of ranks that met. */
+FSDP_API fsdp_status fsdp_store_identity(fsdp_store *store, int32_t *rank, int32_t *world_size);
+/* Set key to a copy of `value` (NULL only when bytes is 0), for all ranks. */
+FSDP_API fsdp_status fsdp_store_set(fsdp_store *store, const char *key, const void *value, size_t bytes);
+/* Waits for key up to the store's timeout. A value larger than capacity: INVALID, with its size in *bytes (buffer may be
+ * NULL when capacity is 0). */
+FSDP_API fsdp_status fsdp_store_get(fsdp_store *store, const char *key, void *buffer, size_t capacity, size_t *bytes);
+/* Atomically add to the integer at key (absent: 0); *result is the sum. */
+FSDP_API fsdp_status fsdp_store_add(fsdp_store *store, const char *key, int64_t amount, int64_t *result);
+/* Until key exists, up to the store's timeout. */
+FSDP_API fsdp_status fsdp_store_wait(fsdp_store *store, const char *key);
+FSDP_API fsdp_status fsdp_store_retain(fsdp_store *store);
+/* Does not block. Rank 0 of a tcp store serves until its last reference is dropped: keep it until the others are done
+ * (a group keeps a reference of its own). */
+FSDP_API void fsdp_store_release(fsdp_store *store);
+
+/* ---- Tensors ----------------------------------------------------------------------------------------------------- */
+
+/* Dtypes of this release: float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2, int and uint of 8 to 64 bits,
+ * bool, complex64 complex128. At most 32 dimensions. */
+
+/* A new tensor of zeros in the library's own memory (row-major, 64-byte aligned). Free it by calling its deleter, on
+ * any thread. Errors: INVALID (negative size), UNSUPPORTED (dtype), NOMEM. */
+FSDP_API fsdp_status fsdp_empty(const DLDataType *dtype, int32_t ndim, const int64_t *shape, DLManagedTensorVersioned **tensor);
+
+/* out[...] = in[...], any strides, casting between dtypes (rounded once to nearest even; float to integer truncates and
+ * saturates). Same shape. Errors: INVALID (shapes differ, out is read-only, overlaps itself or in), UNSUPPORTED. */
+FSDP_API fsdp_status fsdp_copy(const DLTensor *in, const DLTensor *out);
+
+/* Where rank's rows of a dimension of `rows` lie when it is cut for `world_size` ranks: chunks of ceil(rows /
+ * world_size), trailing ranks shorter or empty (torch.chunk's rule). An empty shard starts at `rows`. */
+FSDP_API fsdp_status fsdp_shard_extent(int64_t rows, int32_t rank, int32_t world_size, int64_t *start, int64_t *length);
+
+/* Copy rank's rows of `full` along `dim` to `shard`, whose shape is full's with shard[dim] = the extent's length.
+ * Casts. No communication. */
+FSDP_API fsdp_status fsdp_shard(const DLTensor *full, int32_t dim, int32_t rank, int32_t world_size,
+                                const DLTensor *shard);
+
+/* Wrap a legacy DLPack tensor (before 1.0) as a versioned one, and back. Both take ownership of their input when they
+ * succeed and leave it with the caller when they fail; but a versioned tensor of an unknown major version is deleted,
+ * nothing else of it touched, and VERSION returned (DLPack's rule). A read-only tensor has no legacy form: INVALID. */
+FSDP_API fsdp_status fsdp_tensor_from_legacy(DLManagedTensor *legacy, DLManagedTensorVersioned **tensor);
+FSDP_API fsdp_status fsdp_tensor_to_legacy(DLManagedTensorVersioned *tensor, DLManagedTensor **legacy);
+
+/* ---- Groups ------------------------------------------------------------------------------------------------------ */
+
+/* Ranks that communicate: the field's "process group" or "communicator". Two groups never share state.
+ *
+ * Failure. A MISMATCH fails that one operation on every rank alike and the group stays usable. TIMEOUT, PEER_LOST,
+ * ABORTED, and a failure in the middle of an operation fail the group for good, on every rank: each operation now
+ * queued, and each later call, returns that status at once. Other groups go on. */
+typedef struct fsdp_group fsdp_group;
+
+typedef struct fsdp_group_options {
+    size_t struct_size;
+    const char *name;      /* for messages; at most 63 bytes. NULL: "group<n>". Ranks need not agree on it. */
+    const char *transport; /* "self" (one rank), "shm" (one host); NULL: by size and host */
+    int64_t timeout_ms;    /* of each operation, from its start on the data path, and of making the group; 0: 600000 */
+    int64_t staging_bytes; /* shared memory for staging, for each rank; 0: 1 MiB. 64 KiB to 256 MiB; rank 0's counts. */
+    int32_t direct_read;   /* reading peers' memory with process_vm_readv: 0 where the kernel allows it and it is the
+                              faster way, 1 always (UNSUPPORTED where it is refused), 2 never. Rank 0's counts. */
+    int32_t spin_us;       /* how long a wait spins before it sleeps; 0: chosen by ranks and cores, -1: never */
+} fsdp_group_options;
+
+FSDP_API fsdp_status fsdp_group_options_init(fsdp_group_options *options, size_t struct_size);
+
+/* Make a group of all the store's ranks. Collective: every rank of the store calls it, in the same order as its other
+ * groups. store NULL: a group of one. The group keeps a reference to the store.
+ * Errors: RENDEZVOUS (ranks on different hosts, two with one number), TIMEOUT (names who did not come), UNSUPPORTED
+ * (transport, direct_read), NOMEM (the shared segment can't be reserved: names sizes and the option to change). */
+FSDP_API fsdp_status fsdp_group_create(fsdp_store *store, const fsdp_group_options *options, fsdp_group **group);
+
+/* Cut a group into disjoint ones. Collective over `group`. Ranks that give the same color >= 0 form one, ordered by key,
+ * then by rank; color -1: this rank takes part in none and *out is NULL. Synchronous. options NULL: as the parent's. */
+FSDP_API fsdp_status fsdp_group_split(fsdp_group *group, int32_t color, int32_t key, const fsdp_group_options *options,
+                                      fsdp_group **out);
+
+typedef struct fsdp_group_info {
+    size_t struct_size;
+    int32_t rank;
+    int32_t size;
+    fsdp_status failed;    /* FSDP_OK, or what ended the group */
+    int32_t direct_read;   /* 1 when peers' memory can be read directly */
+    char transport[16];    /* "self", "shm" */
+    char name[64];
+    uint64_t operations;   /* collectives begun so far */
+    uint64_t bytes_moved;  /* bytes this rank read from peers' memory or staging, and wrote to staging and shared
+                              regions, since the group was made */
+    int64_t segment_bytes; /* shared memory of the whole group, counted once a host */
+} fsdp_group_info;
+
+/* How the group is and what it has done. Also answers for a group that has failed. */
+FSDP_API fsdp_status fsdp_group_query(fsdp_group *group, fsdp_group_info *info);
+
+/* End the group for all its ranks: operations in flight and later ones return ABORTED with `reason` (NULL: none given).
+ * From any thread, at any time; does not block. A second abort does nothing. */
+FSDP_API fsdp_status fsdp_group_abort(fsdp_group *group, const char *reason);
+
+FSDP_API fsdp_status fsdp_group_retain(fsdp_group *group);
+/* Dropping the last reference waits for this rank's queued operations, then leaves: a peer that then waits for this rank
+ * gets PEER_LOST ("released the group"). To leave at once, abort first. */
+FSDP_API void fsdp_group_release(fsdp_group *group);
+
+/* ---- Work -------------------------------------------------------------------------------------------------------- */
+
+/* A pending operation. Every operation below takes `fsdp_work **work` last: NULL runs it to the end before returning;
+ * otherwise *work is a handle, to be released by the caller, and tensors' data must stay valid until it is done.
+ * Releasing a handle early neither cancels nor waits. */
+typedef struct fsdp_work fsdp_work;
+
+/* *done = 1 when complete, successfully or not. Never blocks. Returns the operation's status once done (with *done = 1
+ * also when that is a failure), and FSDP_OK before. */
+FSDP_API fsdp_status fsdp_work_test(fsdp_work *work, int32_t *done);
+
+/* Wait until complete; returns the operation's status, with its message in fsdp_last_error(). timeout_ms < 0: as long as
+ * the group's timeout allows. PENDING when timeout_ms passes first: the operation goes on. */
+FSDP_API fsdp_status fsdp_work_wait(fsdp_work *work, int64_t timeout_ms);
+
+/* Call fn once when complete: on the thread that completes it, or at once, here, when it is already. At most one fn for
+ * a handle (STATE). It is called also when the handle is released first. fn may call any function of the library but must
+ * not wait on the same group. */
+typedef void (*fsdp_done_fn)(fsdp_status status, void *user);
+FSDP_API fsdp_status fsdp_work_on_done(fsdp_work *work, fsdp_done_fn fn, void *user);
+
+/* Keep `tensor` (an input or output of this operation) until it is complete, then call its deleter, once, on whatever
+ * thread. Takes ownership when it succeeds. Already complete: deleted at once. */
+FSDP_API fsdp_status fsdp_work_keep(fsdp_work *work, DLManagedTensorVersioned *tensor);
+
+/* The details of a failed operation; status FSDP_OK while pending or when it succeeded. */
+FSDP_API fsdp_status fsdp_work_error(fsdp_work *work, fsdp_error_info *info);
+
+FSDP_API fsdp_status fsdp_work_retain(fsdp_work *work);
+FSDP_API void fsdp_work_release(fsdp_work *work);
+
+/* ---- Collectives ------------------------------------------------------------------------------------------------- */
+
+/* All ranks of the group call the same operation with matching arguments: a difference is found always, and every rank
+ * gets MISMATCH naming two ranks and both calls. N is the group's size, d0 a tensor's first dimension; a 0-dim tensor
+ * counts as one row. Element counts may be 0: the call still takes its place in the order. Any strides; a tensor that
+ * is not contiguous goes through a packed copy. A call refused for its own arguments (INVALID, UNSUPPORTED) has no
+ * effect and takes no place in the order. "In place" below means: same address, dtype and strides.
+ *
+ * Errors of all: INVALID, UNSUPPORTED (device, dtype, op), STRUCT_SIZE, NOMEM, MISMATCH, TIMEOUT, PEER_LOST, ABORTED,
+ * FORKED; on one rank `self` transport does the same locally. */
+
+/* out = the ranks' `in`, in rank order. in (s...), out with N times the elements: (N, s...) or (N*d0, ...). Same dtype.
+ * In place: in may be out's rows of this rank. */
+FSDP_API fsdp_status fsdp_all_gather(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_work **work);
+
+/* Uneven: rank r gives rows[r] rows; `rows` (N entries) is the same on all ranks. in (rows[rank], ...), out (sum of rows,
+ * ...). In place as above. */
+FSDP_API fsdp_status fsdp_all_gather_v(fsdp_group *group, const DLTensor *in, const DLTensor *out, const int64_t *rows,
+                                       fsdp_work **work);
+
+/* out = this rank's part of the reduction of the ranks' `in`: in (N*d0, ...) or (N, s...), out with 1/N of the elements.
+ * Same dtype. In place: out may be in's rows of this rank. */
+FSDP_API fsdp_status fsdp_reduce_scatter(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_reduce_op op,
+                                         fsdp_work **work);
+
+/* Uneven: rank r receives rows[r] rows. in (sum of rows, ...), out (rows[rank], ...). */
+FSDP_API fsdp_status fsdp_reduce_scatter_v(fsdp_group *group, const DLTensor *in, const DLTensor *out,
+                                           const int64_t *rows, fsdp_reduce_op op, fsdp_work **work);
+
+/* out = the reduction of the ranks' `in`, on all. Same shape and dtype. In place: out may be in. */
+FSDP_API fsdp_status fsdp_all_reduce(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_reduce_op op,
+                                     fsdp_work **work);
+
+/* The same on rank `root` only; elsewhere out may be NULL and is not touched. In place on root. */
+FSDP_API fsdp_status fsdp_reduce(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_reduce_op op,
+                                 int32_t root, fsdp_work **work);
+
+/* tensor of rank `root` to all, in place: read on root, written elsewhere. */
+FSDP_API fsdp_status fsdp_broadcast(fsdp_group *group, const DLTensor *tensor, int32_t root, fsdp_work **work);
+
+/* out on root = the ranks' `in`, in rank order, (N, s...) or (N*d0, ...); elsewhere out is NULL or not touched. */
+FSDP_API fsdp_status fsdp_gather(fsdp_group *group, const DLTensor *in, const DLTensor *out, int32_t root,
+                                 fsdp_work **work);
+
+/* out = this rank's part of root's `in` ((N, s...) or (N*d0, ...)); elsewhere in is NULL or not read. */
+FSDP_API fsdp_status fsdp_scatter(fsdp_group *group, const DLTensor *in, const DLTensor *out, int32_t root,
+                                  fsdp_work **work);
+
+/* Part r of in goes to rank r, whose part `rank` of out it becomes. in and out of equal shape, d0 (or the elements of a
+ * tensor whose d0 is not divisible) a multiple of N. Not in place. */
+FSDP_API fsdp_status fsdp_all_to_all(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_work **work);
+
+/* Uneven: in_rows[r] rows of in go to rank r, out_rows[r] rows of out come from it. in_rows[r] here must equal
+ * out_rows[rank] on r (MISMATCH otherwise). Rows are of equal size in and out, on all ranks. */
+FSDP_API fsdp_status fsdp_all_to_all_v(fsdp_group *group, const DLTensor *in, const DLTensor *out, const int64_t *in_rows,
+                                       const int64_t *out_rows, fsdp_work **work);
+
+/* Point to point. A send and the recv that takes it have equal element counts and dtypes (MISMATCH on both sides
+ * otherwise). For one pair of ranks and one tag, messages are taken in the order in which they were sent; different tags
+ * don't wait for each other (while fewer than 32 sends of a pair are under way), and point to point does not queue behind
+ * collectives. A send completes when its receive has taken the data: two ranks that both send first, synchronously,
+ * wait for each other until the timeout; use work handles or fsdp_coalesced. tag >= 0. src may be FSDP_ANY_RANK; a rank
+ * may send to itself. */
+#define FSDP_ANY_RANK (-1)
+FSDP_API fsdp_status fsdp_send(fsdp_group *group, const DLTensor *tensor, int32_t dst, int32_t tag, fsdp_work **work);
+FSDP_API fsdp_status fsdp_recv(fsdp_group *group, const DLTensor *tensor, int32_t src, int32_t tag, fsdp_work **work);
+
+/* Return when every rank has called it. */
+FSDP_API fsdp_status fsdp_barrier(fsdp_group *group, fsdp_work **work);
+
+/* One operation of a coalesced call: the arguments of the function of that kind; the others are zero. */
+typedef struct fsdp_collective {
+    size_t struct_size;
+    fsdp_op_kind kind;       /* FSDP_OP_ALL_GATHER ... FSDP_OP_RECV (not BARRIER) */
+    fsdp_reduce_op op;
+    const DLTensor *in;      /* the tensor of BROADCAST and SEND */
+    const DLTensor *out;     /* the tensor of RECV */
+    const int64_t *in_rows;  /* REDUCE_SCATTER, ALL_TO_ALL: NULL for even */
+    const int64_t *out_rows; /* ALL_GATHER, ALL_TO_ALL: NULL for even */
+    int32_t peer;            /* root, dst or src */
+    int32_t tag;
+} fsdp_collective;
+
+/* Several operations as one: checked together before any of them begins, one work handle, and for a run of operations
+ * of one kind, reduction and root, one exchange between the ranks instead of one each. Either collectives (of any kinds;
+ * runs take effect in the order of the array) or point to point (all at once: no order among them but that of equal
+ * peer and tag); not both. Outputs of one call must not overlap its other tensors. n may be 0 (nothing is done). */
+FSDP_API fsdp_status fsdp_coalesced(fsdp_group *group, const fsdp_collective *operations, int32_t n, fsdp_work **work);
+
+/* ---- Fully sharded data parallelism ------------------------------------------------------------------------------ */
+
+/* A model is the root: the group that parameters are sharded over, and the state of the current iteration. A unit is
+ * one all-gather group of parameters. The host calls, for every unit, in the same order on every rank:
+ *
+ *   pre_forward    parameters become full          post_forward   sharded again (if resharding after forward)
+ *   pre_backward   full again                      post_backward  gradients reduced to the shards, sharded again
+ *
+ * and fsdp_model_finish_backward once backward is over; then its optimizer reads the sharded gradients and updates the
+ * shards in place. Each call does nothing when there is nothing to do.
+ *
+ * Memory. A parameter's shard, full view and sharded gradient keep their addresses for the unit's life. The full view's
+ * content is defined while the unit is unsharded. It is private to this rank: writing it changes no other rank's.
+ * Every call below is made from one thread at a time for a model. */
+typedef struct fsdp_model fsdp_model;
+typedef struct fsdp_unit fsdp_unit;
+
+typedef struct fsdp_model_options {
+    size_t struct_size;
+    const char *name;              /* for messages; NULL: "model" */
+    int32_t no_reshard_after_forward; /* 1: parameters stay full from forward to backward; 0: resharded in between */
+    int32_t private_unshard;       /* 1: full parameters in each rank's private memory, filled by all-gather;
+                                      0: one copy a host, in shared memory, where the transport can */
+    double gradient_divisor;       /* gradients are summed over ranks and divided by this; 0: the group's size */
+} fsdp_model_options;
+
+FSDP_API fsdp_status fsdp_model_options_init(fsdp_model_options *options, size_t struct_size);
+
+/* The model keeps a reference to the group. Not collective. */
+FSDP_API fsdp_status fsdp_model_create(fsdp_group *group, const fsdp_model_options *options, fsdp_model **model);
+FSDP_API fsdp_status fsdp_model_retain(fsdp_model *model);
+FSDP_API void fsdp_model_release(fsdp_model *model); /* its units keep it alive */
+
+typedef struct fsdp_param {
+    size_t struct_size;
+    const char *name;     /* unique in the model, e.g. "layers.0.weight" */
+    const DLTensor *full; /* whole values; read during the call only. Each rank takes its own rows (dim 0, cut as by
+                             fsdp_shard_extent). float dtypes; at least one dimension. */
+    int32_t frozen;       /* 1: no gradient: no memory and no traffic for it */
+    int32_t reserved;     /* 0 */
+} fsdp_param;
+
+/* Make a unit of n >= 1 parameters. Collective: all ranks give the same names, shapes and dtypes (MISMATCH otherwise).
+ * name: for messages, at most 63 bytes count; NULL: "unit<n>". The unit begins sharded. All or nothing. Errors also:
+ * INVALID (names repeated in the model, 0-dim), UNSUPPORTED (dtype), NOMEM. */
+FSDP_API fsdp_status fsdp_unit_create(fsdp_model *model, const char *name, const fsdp_param *params, int32_t n,
+                                      fsdp_unit **unit);
+FSDP_API fsdp_status fsdp_unit_retain(fsdp_unit *unit);
+FSDP_API void fsdp_unit_release(fsdp_unit *unit); /* tensors handed out stay valid until their deleters run */
+
+/* Parameter `index` of the unit (0 .. n-1), as tensors that alias the library's memory; each call gives a new handle.
+ * shard: this rank's rows, in the parameter's dtype, private memory, the host's to update between iterations.
+ * full: the whole parameter. grad: this rank's rows of the gradient, shape of shard; FSDP_ERR_STATE for a frozen one. */
+FSDP_API fsdp_status fsdp_unit_param_shard(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **tensor);
+FSDP_API fsdp_status fsdp_unit_param_full(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **tensor);
+FSDP_API fsdp_status fsdp_unit_param_grad(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **tensor);
+
+/* The first three hooks. Before the unit's forward: as fsdp_unit_unshard. */
+FSDP_API fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit);
+/* After it: as fsdp_unit_reshard, unless the model keeps parameters full after forward. */
+FSDP_API fsdp_status fsdp_unit_post_forward(fsdp_unit *unit);
+/* Before its backward: as fsdp_unit_unshard; free of cost when nothing changed since forward. */
+FSDP_API fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit);
+
+/* grads: n entries, one for each parameter of the unit, this rank's gradient of the full parameter (its shape and
+ * dtype); NULL entries (frozen, or unused on this rank) count as zeros. With gradient sync on, each rank's rows are
+ * summed over the ranks, divided, and added to what the sharded gradient holds (zeros after fsdp_model_zero_grad).
+ * With sync off, nothing is sent: grads are added to an unsharded buffer of this rank, which the next synced call
+ * includes. Then the unit is resharded. With `work`, the reduction goes on after return and grads' data must stay valid
+ * until it is done; fsdp_model_finish_backward waits for it. */
+FSDP_API fsdp_status fsdp_unit_post_backward(fsdp_unit *unit, const DLTensor *const *grads, int32_t n,
+                                             fsdp_work **work);
+
+/* By hand, outside the hooks: make the parameters full (collective) and sharded again. Both idempotent. Edits of the
+ * full view are dropped by reshard. */
+FSDP_API fsdp_status fsdp_unit_unshard(fsdp_unit *unit, fsdp_work **work);
+FSDP_API fsdp_status fsdp_unit_reshard(fsdp_unit *unit);
+
+typedef int32_t fsdp_unit_state;
+#define FSDP_UNIT_SHARDED 0
+#define FSDP_UNIT_UNSHARDING 1
+#define FSDP_UNIT_UNSHARDED 2
+/* The state as this rank sees it; UNSHARDING while an asynchronous unshard is under way. */
+FSDP_API fsdp_status fsdp_unit_query_state(fsdp_unit *unit, fsdp_unit_state *state);
+
+/* The host changed a shard's values at a time other than between fsdp_model_finish_backward and the next pre_forward:
+ * the next unshard publishes them. Every rank calls it, whichever rank's shard changed. */
+FSDP_API fsdp_status fsdp_unit_shard_changed(fsdp_unit *unit);
+
+/* 0: following post_backward calls only accumulate on this rank (no_sync); 1 (the default): they reduce. */
+FSDP_API fsdp_status fsdp_model_set_gradient_sync(fsdp_model *model, int32_t sync);
+
+/* Backward is over: waits for reductions under way, reshards every unit, and takes shards as about to change. */
+FSDP_API fsdp_status fsdp_model_finish_backward(fsdp_model *model);
+
+/* Sharded gradients (and unsharded accumulation) to zero. */
+FSDP_API fsdp_status fsdp_model_zero_grad(fsdp_model *model);
+
+/* After an exception in the middle of forward or backward: every unit sharded, accumulated and pending gradients
+ * dropped; the model is as after zero_grad. Collective. It meets ranks that are still in the calls of the broken
+ * iteration: those calls return MISMATCH there, and the rank then calls reset too. */
+FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
+
+/* Bytes of tensor data, now and at most so far. */
+typedef struct fsdp_memory_info {
+    size_t struct_size;
+    int64_t shards;             /* this rank's parameter shards */
+    int64_t gradients;          /* this rank's sharded gradients and accumulation buffers */
+    int64_t unsharded;          /* full parameters: in this rank's private memory, or shared, counted once a host */
+    int64_t unsharded_peak;
+    int64_t host_parameters;    /* all ranks' shards + unsharded as held by the whole host */
+    int64_t total_parameters;   /* the model's parameters, unsharded, were they all there at once */
+    int64_t reduced_bytes;      /* gradient bytes given to reductions by this rank so far */
+    int64_t published_bytes;    /* shard bytes written by this rank's unshards so far */
+} fsdp_memory_info;
+FSDP_API fsdp_status fsdp_model_memory(fsdp_model *model, fsdp_memory_info *info);
+
+/* ---- Function table ---------------------------------------------------------------------------------------------- */
+
+/* For hosts that load the library with dlopen: one symbol to look up. The table holds every function above, is static,
+ * and only grows within a major version: check struct_size before using a slot that a newer minor version added.
+ * Refused (VERSION, saying which versions there are) when major differs or minor is above the library's. */
+typedef struct fsdp_api fsdp_api;
+FSDP_API fsdp_status fsdp_get_api(int32_t major, int32_t minor, const fsdp_api **api);
+
+/* The slots, in the order in which functions were released. Written by abi/generate.py from the prototypes above. */
+/* generated: table */
+struct fsdp_api {
+    size_t struct_size;
+    int32_t major;
+    int32_t minor;
+    const char *(*last_error)(void);
+    fsdp_status (*last_error_info)(fsdp_error_info *info);
+    const char *(*status_name)(fsdp_status status);
+    int32_t (*version)(void);
+    fsdp_status (*set_log)(fsdp_log_fn fn, void *user, fsdp_log_level level);
+    fsdp_status (*set_allocator)(fsdp_alloc_fn alloc, fsdp_free_fn release, void *user);
+    fsdp_status (*store_options_init)(fsdp_store_options *options, size_t struct_size);
+    fsdp_status (*store_open)(const char *url, const fsdp_store_options *options, fsdp_store **store);
+    fsdp_status (*store_from_callbacks)(const fsdp_store_callbacks *callbacks, const fsdp_store_options *options, fsdp_store **store);
+    fsdp_status (*store_identity)(fsdp_store *store, int32_t *rank, int32_t *world_size);
+    fsdp_status (*store_set)(fsdp_store *store, const char *key, const void *value, size_t bytes);
+    fsdp_status (*store_get)(fsdp_store *store, const char *key, void *buffer, size_t capacity, size_t *bytes);
+    fsdp_status (*store_add)(fsdp_store *store, const char *key, int64_t amount, int64_t *result);
+    fsdp_status (*store_wait)(fsdp_store *store, const char *key);
+    fsdp_status (*store_retain)(fsdp_store *store);
+    void (*store_release)(fsdp_store *store);
+    fsdp_status (*empty)(const DLDataType *dtype, int32_t ndim, const int64_t *shape, DLManagedTensorVersioned **tensor);
+    fsdp_status (*copy)(const DLTensor *in, const DLTensor *out);
+    fsdp_status (*shard_extent)(int64_t rows, int32_t rank, int32_t world_size, int64_t *start, int64_t *length);
+    fsdp_status (*shard)(const DLTensor *full, int32_t dim, int32_t rank, int32_t world_size, const DLTensor *shard);
+    fsdp_status (*tensor_from_legacy)(DLManagedTensor *legacy, DLManagedTensorVersioned **tensor);
+    fsdp_status (*tensor_to_legacy)(DLManagedTensorVersioned *tensor, DLManagedTensor **legacy);
+    fsdp_status (*group_options_init)(fsdp_group_options *options, size_t struct_size);
+    fsdp_status (*group_create)(fsdp_store *store, const fsdp_group_options *options, fsdp_group **group);
+    fsdp_status (*group_split)(fsdp_group *group, int32_t color, int32_t key, const fsdp_group_options *options, fsdp_group **out);
+    fsdp_status (*group_query)(fsdp_group *group, fsdp_group_info *info);
+    fsdp_status (*group_abort)(fsdp_group *group, const char *reason);
+    fsdp_status (*group_retain)(fsdp_group *group);
+    void (*group_release)(fsdp_group *group);
+    fsdp_status (*work_test)(fsdp_work *work, int32_t *done);
+    fsdp_status (*work_wait)(fsdp_work *work, int64_t timeout_ms);
+    fsdp_status (*work_on_done)(fsdp_work *work, fsdp_done_fn fn, void *user);
+    fsdp_status (*work_keep)(fsdp_work *work, DLManagedTensorVersioned *tensor);
+    fsdp_status (*work_error)(fsdp_work *work, fsdp_error_info *info);
+    fsdp_status (*work_retain)(fsdp_work *work);
+    void (*work_release)(fsdp_work *work);
+    fsdp_status (*all_gather)(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_work **work);
+    fsdp_status (*all_gather_v)(fsdp_group *group, const DLTensor *in, const DLTensor *out, const int64_t *rows, fsdp_work **work);
+    fsdp_status (*reduce_scatter)(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_reduce_op op, fsdp_work **work);
+    fsdp_status (*reduce_scatter_v)(fsdp_group *group, const DLTensor *in, const DLTensor *out, const int64_t *rows, fsdp_reduce_op op, fsdp_work **work);
+    fsdp_status (*all_reduce)(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_reduce_op op, fsdp_work **work);
+    fsdp_status (*reduce)(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_reduce_op op, int32_t root, fsdp_work **work);
+    fsdp_status (*broadcast)(fsdp_group *group, const DLTensor *tensor, int32_t root, fsdp_work **work);
+    fsdp_status (*gather)(fsdp_group *group, const DLTensor *in, const DLTensor *out, int32_t root, fsdp_work **work);
+    fsdp_status (*scatter)(fsdp_group *group, const DLTensor *in, const DLTensor *out, int32_t root, fsdp_work **work);
+    fsdp_status (*all_to_all)(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_work **work);
+    fsdp_status (*all_to_all_v)(fsdp_group *group, const DLTensor *in, const DLTensor *out, const int64_t *in_rows, const int64_t *out_rows, fsdp_work **work);
+    fsdp_status (*send)(fsdp_group *group, const DLTensor *tensor, int32_t dst, int32_t tag, fsdp_work **work);
+    fsdp_status (*recv)(fsdp_group *group, const DLTensor *tensor, int32_t src, int32_t tag, fsdp_work **work);
+    fsdp_status (*barrier)(fsdp_group *group, fsdp_work **work);
+    fsdp_status (*coalesced)(fsdp_group *group, const fsdp_collective *operations, int32_t n, fsdp_work **work);
+    fsdp_status (*model_options_init)(fsdp_model_options *options, size_t struct_size);
+    fsdp_status (*model_create)(fsdp_group *group, const fsdp_model_options *options, fsdp_model **model);
+    fsdp_status (*model_retain)(fsdp_model *model);
+    void (*model_release)(fsdp_model *model);
+    fsdp_status (*unit_create)(fsdp_model *model, const char *name, const fsdp_param *params, int32_t n, fsdp_unit **unit);
+    fsdp_status (*unit_retain)(fsdp_unit *unit);
+    void (*unit_release)(fsdp_unit *unit);
+    fsdp_status (*unit_param_shard)(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **tensor);
+    fsdp_status (*unit_param_full)(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **tensor);
+    fsdp_status (*unit_param_grad)(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **tensor);
+    fsdp_status (*unit_pre_forward)(fsdp_unit *unit);
+    fsdp_status (*unit_post_forward)(fsdp_unit *unit);
+    fsdp_status (*unit_pre_backward)(fsdp_unit *unit);
+    fsdp_status (*unit_post_backward)(fsdp_unit *unit, const DLTensor *const *grads, int32_t n, fsdp_work **work);
+    fsdp_status (*unit_unshard)(fsdp_unit *unit, fsdp_work **work);
+    fsdp_status (*unit_reshard)(fsdp_unit *unit);
+    fsdp_status (*unit_query_state)(fsdp_unit *unit, fsdp_unit_state *state);
+    fsdp_status (*unit_shard_changed)(fsdp_unit *unit);
+    fsdp_status (*model_set_gradient_sync)(fsdp_model *model, int32_t sync);
+    fsdp_status (*model_finish_backward)(fsdp_model *model);
+    fsdp_status (*model_zero_grad)(fsdp_model *model);
+    fsdp_status (*model_reset)(fsdp_model *model);
+    fsdp_status (*model_memory)(fsdp_model *model, fsdp_memory_info *info);
+};
+/* generated: end */
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* FSDP_H_ */

@@ -1,0 +1,88 @@
+/* Everything that asks the kernel: time, futexes, fork detection, peers' liveness and memory, shared segments, sockets.
+ *
+ * Functions that can fail record an error and return a status, unless stated otherwise. All file descriptors are
+ * close-on-exec. EINTR is handled here. */
+#ifndef FSDP_BASE_OS_H
+#define FSDP_BASE_OS_H
+
+#include "base/error.h"
+
+#include <stdatomic.h>
+#include <sys/types.h>
+
+/* ---- time and waiting (os.c) */
+
+int64_t os_now_ns(void); /* monotonic */
+int os_cpu_count(void);  /* processors this process may run on */
+
+static inline void os_relax(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Sleep while *word == expected, at most timeout_ns; spurious returns allowed. Across processes. */
+void os_futex_wait(_Atomic uint32_t *word, uint32_t expected, int64_t timeout_ns);
+void os_futex_wake(_Atomic uint32_t *word);
+
+/* ---- fork and peers (os.c) */
+
+/* 1 in a child that fork() made from a process that had already called this. Costs one load. */
+int os_forked(void);
+
+/* A descriptor that polls readable once this process has ended; send it to peers. *keep is one that this process must
+ * hold open until then (-1: none). */
+fsdp_status os_liveness_fd(int *fd, int *keep);
+int os_is_dead(int liveness_fd);
+
+/* Copy from another process's memory. 0 when all bytes were read, else an errno. */
+int os_read_peer(pid_t pid, uint64_t address, void *to, size_t bytes);
+
+/* Names this host (kernel instance and network namespace): ranks with equal names can share memory. */
+void os_host_name(char *out, size_t size);
+void os_random(void *out, size_t bytes);
+
+/* ---- memory (os.c) */
+
+size_t os_page_size(void);
+size_t os_page_round(size_t bytes);
+
+/* An unnamed shared segment: a memfd, with `bytes` reserved so that touching it can't raise SIGBUS. */
+fsdp_status os_segment_create(const char *name, size_t bytes, int *fd);
+fsdp_status os_segment_size(int fd, size_t *bytes);
+/* Extend by reserving [offset, offset + bytes), and give such a range back. */
+fsdp_status os_segment_reserve(int fd, size_t offset, size_t bytes);
+void os_segment_discard(int fd, size_t offset, size_t bytes);
+
+fsdp_status os_map_shared(int fd, size_t offset, size_t bytes, void **out);
+/* Copy-on-write view of a segment's range; at `at` (replacing what is mapped there) when it is not NULL. */
+fsdp_status os_map_private(int fd, size_t offset, size_t bytes, void *at, void **out);
+/* Zeroed private memory with pages of its own; tensors live here. */
+fsdp_status os_map_anonymous(size_t bytes, void **out);
+void os_unmap(void *at, size_t bytes);
+/* Bring pages in for reading, so that no later read faults. Best effort. */
+void os_populate_read(void *at, size_t bytes);
+/* Drop this process's copied pages of a private view: it shows the segment again. Costs little when there are none. */
+void os_drop_copies(void *at, size_t bytes);
+/* Give private memory's pages back: it reads as zeros again. */
+void os_discard(void *at, size_t bytes);
+
+/* ---- sockets (os_socket.c) */
+
+/* Abstract unix sockets; `name` without the leading zero byte. `deadline` is an os_now_ns() time. */
+fsdp_status os_listen(const char *name, int backlog, int *fd);
+fsdp_status os_accept(int listener, int64_t deadline, int *fd);
+fsdp_status os_connect(const char *name, int64_t deadline, int *fd);
+/* The process at the other end: its pid as seen from here (0: in no namespace of ours) and its user. */
+fsdp_status os_peer_credentials(int fd, pid_t *pid, uid_t *uid);
+/* One message of exactly `bytes` with n_fds descriptors. Receiving wants exactly that, else RENDEZVOUS; where `got` is not
+ * NULL, a message without any descriptor is taken too, and *got says how many there were. */
+fsdp_status os_send_fds(int fd, const void *data, size_t bytes, const int *fds, int n_fds);
+fsdp_status os_recv_fds(int fd, void *data, size_t bytes, int *fds, int n_fds, int *got,
+                        int64_t deadline);
+void os_close(int *fd); /* closes unless -1; sets -1 */
+
+#endif

@@ -1,0 +1,106 @@
+/* Fully sharded data parallelism: models, units and parameters, as its files see them.
+ *
+ *   model.c   the root: units, gradient sync, end of backward, reset, memory
+ *   unit.c    making a unit, its tensors, the hooks
+ *   gather.c  unshard and reshard        reduce.c  gradients to the shards
+ *
+ * Ownership: a unit holds its model, a model its group; tensors handed out hold their unit. So memory that a host still
+ * sees is never unmapped. Threads: one at a time for a model (the host's), but for the bodies of operations, which may
+ * run on the group's progress thread and touch only what is named there.
+ */
+#ifndef FSDP_FSDP_FSDP_H
+#define FSDP_FSDP_FSDP_H
+
+#include "group/group.h"
+
+/* Rows of a dimension for each rank: chunks of ceil(rows / size), trailing ranks shorter or empty. */
+void shard_extent(int64_t rows, int rank, int size, int64_t *start, int64_t *length);
+
+#define PARAM_ALIGN 64 /* of a parameter within its unit's full memory, in bytes */
+
+struct param {
+    char *name;
+    enum dtype type;
+    int32_t ndim, frozen;
+    int64_t shape[TENSOR_MAX_DIMS];
+    int64_t count, row;          /* elements in all, and in one row of dimension 0 */
+    int64_t *at;                 /* N + 1: the ranks' first elements (ceil rows each, trailing ranks shorter) */
+    int64_t rows;                /* of this rank's shard */
+    size_t full_at;              /* byte offset in the unit's full memory */
+    char *shard, *grad;          /* within the unit's blocks; NULL when empty (or frozen) */
+    char *accumulated;           /* unsharded gradients that were not synced, or NULL */
+    enum dtype accumulated_type; /* f32 for narrower floats */
+};
+
+struct fsdp_model {
+    struct ref ref;
+    fsdp_group *group;
+    char name[GROUP_NAME];
+    int32_t no_reshard_after_forward, private_unshard;
+    double divisor;
+    int32_t sync;
+    int64_t units_made;
+    pthread_mutex_t lock; /* of the list: a unit's last reference may go on any thread */
+    fsdp_unit *units;     /* not held: a unit takes itself out when it goes */
+    int64_t reduced_bytes, published_bytes, unsharded, unsharded_peak;
+};
+
+struct fsdp_unit {
+    struct ref ref;
+    fsdp_model *model;
+    fsdp_unit *next;
+    char name[CALL_LABEL];
+    int64_t number; /* in the model: the same on all ranks */
+    uint64_t hash;  /* of names, shapes, dtypes */
+    int32_t n_params;
+    struct param *params;
+
+    char *shards, *grads; /* one block each for all parameters */
+    size_t shard_bytes, grad_bytes;
+    size_t full_bytes; /* of all parameters with their alignment */
+    char *full;        /* private view of the region, or private memory; one address for life */
+    size_t full_mapped;
+    struct region region; /* mapped unless the model unshards privately */
+    int32_t has_region;
+
+    fsdp_unit_state state;
+    int32_t current;     /* what `full` holds is what the shards hold (as far as the host has told) */
+    int32_t accumulates; /* some parameter has unsynced gradients: so on all ranks, since sync is set alike */
+    fsdp_work *unsharding; /* while UNSHARDING */
+    fsdp_work *reducing;   /* asynchronous reduction under way */
+};
+
+int model_is(const fsdp_model *model);
+int unit_is(const fsdp_unit *unit);
+
+fsdp_status model_create(fsdp_group *group, const fsdp_model_options *options, fsdp_model **out);
+void model_retain(fsdp_model *model);
+void model_release(fsdp_model *model);
+fsdp_status model_set_gradient_sync(fsdp_model *model, int32_t sync);
+fsdp_status model_finish_backward(fsdp_model *model);
+fsdp_status model_zero_grad(fsdp_model *model);
+fsdp_status model_reset(fsdp_model *model);
+void model_memory(fsdp_model *model, fsdp_memory_info *info);
+/* Full parameters held by this process: for the counters. */
+void model_count_unsharded(fsdp_model *model, int64_t change);
+
+/* params: n structs of this library's size, with their tensors imported. */
+fsdp_status unit_create(fsdp_model *model, const char *name, const fsdp_param *params, const struct tensor *fulls, int32_t n,
+                        fsdp_unit **out);
+void unit_retain(fsdp_unit *unit);
+void unit_release(fsdp_unit *unit);
+enum unit_tensor { UNIT_SHARD, UNIT_FULL, UNIT_GRAD };
+fsdp_status unit_tensor(fsdp_unit *unit, int32_t index, enum unit_tensor which, DLManagedTensorVersioned **out);
+
+/* A work that is complete at once, for calls that had nothing to do. handle NULL: nothing is made. */
+fsdp_status unit_nothing(fsdp_unit *unit, fsdp_work **handle);
+fsdp_status unit_unshard(fsdp_unit *unit, fsdp_work **handle);
+fsdp_status unit_reshard(fsdp_unit *unit);
+fsdp_status unit_post_forward(fsdp_unit *unit);
+fsdp_status unit_post_backward(fsdp_unit *unit, const DLTensor *const *grads, int32_t n, fsdp_work **handle);
+/* Wait for what is under way; the first failure. */
+fsdp_status unit_settle(fsdp_unit *unit);
+void unit_zero_grad(fsdp_unit *unit);
+void unit_drop_accumulated(fsdp_unit *unit);
+
+#endif

@@ -1,0 +1,46 @@
+/* Meeting to make a group: an all-gather of small blobs, before there is any transport, through a store or through the
+ * parent group. */
+#include "group/bootstrap.h"
+
+#include "base/mem.h"
+
+#include <stdio.h>
+#include <string.h>
+
+fsdp_status bootstrap_store(void *context, const void *in, size_t bytes, void *out)
+{
+    struct bootstrap *b = context;
+    char key[96];
+    snprintf(key, sizeof key, "group%lld/%d/%d", (long long)b->number, b->round, b->rank);
+    TRY(store_set(b->store, key, in, bytes));
+    for (int r = 0; r < b->size; r++) {
+        char *to = (char *)out + (size_t)r * bytes;
+        if (r == b->rank) {
+            memcpy(to, in, bytes);
+            continue;
+        }
+        snprintf(key, sizeof key, "group%lld/%d/%d", (long long)b->number, b->round, r);
+        size_t got = 0;
+        fsdp_status status = store_get(b->store, key, to, bytes, &got);
+        if (status != FSDP_OK) return err_prefix(status, "making group '%s', waiting for rank %d: ", b->name, r);
+        if (got != bytes)
+            return err(FSDP_ERR_RENDEZVOUS, "group '%s': rank %d sent %zu bytes, not %zu: do all ranks load the same libfsdp?",
+                       b->name, r, got, bytes);
+    }
+    b->round++;
+    return FSDP_OK;
+}
+
+/* All ranks of the parent exchange; those of this rank's colour are picked, in the new order. */
+fsdp_status bootstrap_parent(void *context, const void *in, size_t bytes, void *out)
+{
+    struct bootstrap *b = context;
+    char *all = mem_array((size_t)b->parent->size, bytes);
+    if (!all) return mem_none("making a group", (size_t)b->parent->size * bytes);
+    fsdp_status status = group_exchange(b->parent, FSDP_OP_SPLIT, (uint64_t)b->number + 1, in, bytes, all);
+    for (int r = 0; status == FSDP_OK && r < b->size; r++)
+        memcpy((char *)out + (size_t)r * bytes, all + (size_t)b->parent_ranks[r] * bytes, bytes);
+    mem_free(all);
+    b->round++;
+    return status;
+}

@@ -1,0 +1,21 @@
+/* See bootstrap.c. */
+#ifndef FSDP_GROUP_BOOTSTRAP_H
+#define FSDP_GROUP_BOOTSTRAP_H
+
+#include "group/group.h"
+
+struct bootstrap {
+    const char *name;
+    int32_t rank, size; /* in the new group */
+    int64_t number;     /* of the group among its store's or parent's */
+    fsdp_store *store;
+    int32_t round;
+    fsdp_group *parent;
+    const int32_t *parent_ranks; /* of the new group's ranks */
+};
+
+/* Both are transport_setup.all_gather with a struct bootstrap as context. */
+fsdp_status bootstrap_store(void *context, const void *in, size_t bytes, void *out);
+fsdp_status bootstrap_parent(void *context, const void *in, size_t bytes, void *out);
+
+#endif

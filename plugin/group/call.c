@@ -1,0 +1,67 @@
+/* Calls: what the ranks of a collective must agree on, and how a difference is told.
+ *
+ * Every exchange carries each rank's call_header. All ranks see the same headers, compare each with rank 0's, and so come
+ * to the same verdict in the same words. The payload of unit calls begins with the unit's name (CALL_LABEL bytes).
+ */
+#include "group/group.h"
+
+#include <stdio.h>
+#include <string.h>
+
+uint64_t hash_bytes(uint64_t hash, const void *data, size_t bytes)
+{
+    const unsigned char *p = data;
+    for (size_t i = 0; i < bytes; i++) hash = (hash ^ p[i]) * 0x100000001b3u;
+    return hash;
+}
+
+uint64_t hash_number(uint64_t hash, uint64_t number)
+{
+    return hash_bytes(hash, &number, sizeof number);
+}
+
+static const char *reduce_name(int32_t op)
+{
+    static const char *const names[] = {"sum", "avg", "prod", "min", "max", "band", "bor", "bxor"};
+    return op >= 0 && op < (int)(sizeof names / sizeof *names) ? names[op] : "?";
+}
+
+#define CALL_TEXT 192
+
+static void call_text(const struct call_header *h, const char *payload, char text[CALL_TEXT])
+{
+    size_t used = (size_t)snprintf(text, CALL_TEXT, "%s", call_kind_name(h->kind));
+    int reduces = h->kind == FSDP_OP_REDUCE_SCATTER || h->kind == FSDP_OP_ALL_REDUCE || h->kind == FSDP_OP_REDUCE;
+    if (reduces) used += (size_t)snprintf(text + used, CALL_TEXT - used, "(%s)", reduce_name(h->op));
+    if (h->kind >= FSDP_OP_UNSHARD && h->kind <= FSDP_OP_CREATE_UNIT) {
+        char label[CALL_LABEL];
+        memcpy(label, payload, sizeof label);
+        label[sizeof label - 1] = 0;
+        used += (size_t)snprintf(text + used, CALL_TEXT - used, " of unit '%s'", label);
+    }
+    if (h->type >= 0 && h->type < DTYPE_COUNT)
+        used += (size_t)snprintf(text + used, CALL_TEXT - used, " of %lld %s", (long long)h->count,
+                                 dtype_name((enum dtype)h->type));
+    if (h->n_pieces > 1) used += (size_t)snprintf(text + used, CALL_TEXT - used, " in %lld tensors", (long long)h->n_pieces);
+    if (h->root >= 0) snprintf(text + used, CALL_TEXT - used, ", root %d", h->root);
+}
+
+fsdp_status call_compare(fsdp_group *group)
+{
+    struct transport *t = group->transport;
+    const struct call_header *first = t->ops->header_of(t, 0);
+    for (int r = 1; r < group->size; r++) {
+        const struct call_header *other = t->ops->header_of(t, r);
+        if (memcmp(first, other, sizeof *first) == 0) continue;
+        char a[CALL_TEXT], b[CALL_TEXT];
+        call_text(first, t->ops->payload_of(t, 0), a);
+        call_text(other, t->ops->payload_of(t, r), b);
+        const char *why = strcmp(a, b) != 0 ? "" : " (they differ in shapes, rows or names)";
+        err(FSDP_ERR_MISMATCH, "group '%s', operation %llu: rank 0 called %s, rank %d called %s%s: all ranks must make the same "
+                               "calls in the same order",
+            group->name, (unsigned long long)first->sequence, a, r, b, why);
+        err_operation(t->ops->header_of(t, group->rank)->kind, first->sequence, 0, r);
+        return FSDP_ERR_MISMATCH;
+    }
+    return FSDP_OK;
+}

@@ -1,0 +1,189 @@
+/* Process groups: what the rest of the library sees of them.
+ *
+ *   operation.c  from public arguments to a checked operation      call.c   headers: what must match, and how a
+ *   work.c       handles, completion, waiting                               mismatch is told
+ *   lane.c       order, progress threads, running                  group.c  objects: create, split, abort, release
+ *   message.c    point to point
+ *
+ * A work is a list of operations with one handle. Each group has two lanes: collectives, run strictly in order of
+ * submission, and point to point, where all advance together. A lane is advanced by one thread at a time, which
+ * holds its `busy` mark: the caller of a synchronous call, a waiting thread, or the lane's progress thread, which is
+ * started by the first asynchronous call. No lock is held while an operation, a callback or a deleter runs.
+ */
+#ifndef FSDP_GROUP_GROUP_H
+#define FSDP_GROUP_GROUP_H
+
+#include "base/os.h"
+#include "base/ref.h"
+#include "store/store.h"
+#include "tensor/tensor.h"
+#include "transport/transport.h"
+
+#include <pthread.h>
+
+#define GROUP_NAME 64
+#define GROUP_MAX_RANKS 128
+#define CALL_LABEL 64
+
+/* ---- operations */
+
+struct op;
+
+/* What runs once the ranks agree; NULL: the transfer's move. */
+typedef fsdp_status (*op_body)(fsdp_group *group, struct op *op, struct deadline deadline);
+
+/* A tensor that is not contiguous, and the packed copy that travels in its place. */
+struct packed {
+    struct packed *next;
+    struct tensor tensor;
+    int32_t output;
+    void *copy;
+    size_t bytes;
+};
+
+struct op {
+    fsdp_op_kind kind;
+    struct call_header header;
+    struct transfer transfer;
+    const void *payload;
+    size_t payload_bytes;
+    op_body body;
+    void *user; /* the body's */
+    int32_t check_counts; /* uneven all-to-all: the payload says what this rank gives each, then what it expects of each */
+    struct packed *packed;
+};
+
+/* One operation of point to point. */
+struct transit {
+    struct message message;
+    struct packed *packed;
+    int32_t done;
+};
+
+/* ---- works */
+
+struct lane;
+
+/* Something to let go of once a work is complete. */
+struct keep {
+    struct keep *next;
+    void (*release)(void *owner);
+    void *owner;
+};
+
+struct fsdp_work {
+    struct ref ref;
+    fsdp_group *group; /* holds its memory, see group_hold */
+    struct lane *lane;
+    struct fsdp_work *next;
+    int32_t n_ops;
+    struct op *ops;
+    int32_t n_transits;
+    struct transit *transits;
+    struct deadline deadline;
+    void *blocks; /* chain of memory that lives as long as the work: arrays, pieces */
+
+    /* Written by the completing thread before `done`, or under the lane's lock. */
+    fsdp_error_info failure;
+    atomic_int done;
+    int32_t completing;
+    fsdp_done_fn on_done;
+    void *on_done_user;
+    struct keep *keeps;
+};
+
+fsdp_status work_create(fsdp_group *group, struct lane *lane, int32_t n_ops, int32_t n_transits, fsdp_work **out);
+/* Zeroed memory that is freed with the work. */
+void *work_memory(fsdp_work *work, size_t bytes);
+fsdp_status work_pack(fsdp_work *work, struct packed **list, const struct tensor *tensor, int output, char **data);
+/* Call release(owner) once the work is complete; if this fails, nothing is called. */
+fsdp_status work_keep(fsdp_work *work, void (*release)(void *owner), void *owner);
+fsdp_status work_on_done(fsdp_work *work, fsdp_done_fn fn, void *user);
+fsdp_status work_wait(fsdp_work *work, int64_t timeout_ms);
+fsdp_status work_status(fsdp_work *work); /* of a complete one */
+void work_complete(fsdp_work *work, fsdp_status status); /* with this thread's error record when it failed */
+void work_release(fsdp_work *work);
+int work_is(const fsdp_work *work);
+
+/* ---- lanes */
+
+struct lane {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    fsdp_work *head, *tail;
+    int32_t busy;    /* a thread advances it */
+    int32_t waiting; /* threads that wait for `changed` */
+    int32_t stopping;
+    int32_t has_thread;
+    pthread_t thread;
+    fsdp_group *group;
+    void (*nudge)(struct lane *lane); /* wake the thread that advances it, which sleeps on something else; or NULL */
+    /* Advance: for collectives, run the head to its end; for messages, step all until `until` is complete (NULL: until
+     * none is left). Called with busy set and without the lock. */
+    void (*advance)(struct lane *lane, fsdp_work *until);
+};
+
+void lane_init(struct lane *lane, fsdp_group *group, void (*advance)(struct lane *, fsdp_work *),
+               void (*nudge)(struct lane *));
+void lane_destroy(struct lane *lane); /* after lane_stop */
+/* Submit a work. With `handle` NULL it is run to its end and released, and its status returned; otherwise *handle gets
+ * the reference. On failure to submit the work is released and nothing was done. */
+fsdp_status lane_submit(fsdp_work *work, fsdp_work **handle);
+/* Wait for `work`; helps when timeout_ms < 0. 1 when complete. */
+int lane_wait(fsdp_work *work, int64_t timeout_ms);
+/* Let everything queued come to its end, and end the progress thread. Not on that thread. */
+void lane_stop(struct lane *lane);
+int lane_is_own_thread(struct lane *lane);
+
+void collectives_advance(struct lane *lane, fsdp_work *until);
+void messages_advance(struct lane *lane, fsdp_work *until);
+void messages_nudge(struct lane *lane);
+
+/* ---- groups */
+
+struct fsdp_group {
+    struct ref ref;   /* users */
+    atomic_int holds; /* the memory: users as one, and each work */
+    int32_t rank, size;
+    char name[GROUP_NAME];
+    int64_t timeout_ms;
+    struct fsdp_group_options options; /* strings not kept */
+    fsdp_store *store;
+    struct transport *transport;
+    struct lane collectives, messages;
+    uint64_t sequence; /* of the collective lane */
+    _Atomic uint64_t operations;
+    uint64_t splits;
+};
+
+fsdp_status group_create(fsdp_store *store, const fsdp_group_options *options, fsdp_group **out);
+fsdp_status group_split(fsdp_group *group, int32_t color, int32_t key, const fsdp_group_options *options, fsdp_group **out);
+void group_query(fsdp_group *group, fsdp_group_info *info);
+void group_abort(fsdp_group *group, const char *reason);
+void group_retain(fsdp_group *group);
+void group_release(fsdp_group *group);
+void group_hold(fsdp_group *group);
+void group_unhold(fsdp_group *group);
+int group_is(const fsdp_group *group);
+/* FORKED in a child, the recorded failure of a failed group. */
+fsdp_status group_usable(fsdp_group *group);
+struct deadline group_deadline(const fsdp_group *group, fsdp_op_kind kind, uint64_t sequence);
+
+/* Build and submit what the public call asks for. */
+fsdp_status group_collective(fsdp_group *group, const fsdp_collective *calls, int32_t n, fsdp_work **handle);
+fsdp_status group_barrier(fsdp_group *group, fsdp_work **handle);
+/* Every rank gives `bytes` (at most TRANSPORT_PAYLOAD) and gets all ranks'. A call of its own kind and hash; synchronous,
+ * in order with the collectives. */
+fsdp_status group_exchange(fsdp_group *group, fsdp_op_kind kind, uint64_t hash, const void *in, size_t bytes, void *out);
+/* Run one collective of the work: exchange, compare, move. */
+fsdp_status op_run(fsdp_group *group, struct op *op);
+
+/* ---- calls */
+
+#define HASH_START 0xcbf29ce484222325u
+uint64_t hash_bytes(uint64_t hash, const void *data, size_t bytes); /* FNV-1a */
+uint64_t hash_number(uint64_t hash, uint64_t number);
+/* FSDP_OK when all ranks' headers of the exchange just made are equal; else MISMATCH naming two ranks and both calls. */
+fsdp_status call_compare(fsdp_group *group);
+
+#endif

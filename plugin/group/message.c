@@ -1,0 +1,172 @@
+/* Point to point: the lane that advances all of a rank's sends and receives together.
+ *
+ * The thread that holds the lane steps each message in the order of submission, completes works whose messages are all
+ * done, and when nothing moved sleeps until something may have. Messages of one pair and tag keep their order: a receive
+ * is matched before later ones are looked at, and where a send finds no room, later ones to that rank wait behind it.
+ * Messages of a rank to itself are matched here, for every transport.
+ */
+#include "group/group.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#define SLEEP_NS 20000000
+
+static fsdp_status self_mismatch(const struct message *m, const struct message *other)
+{
+    err(FSDP_ERR_MISMATCH, "%s to this rank itself, tag %d: %lld elements of %s, but the matching %s has %lld of %s",
+        m->sending ? "send" : "recv", m->tag, (long long)m->count, dtype_name(m->type), other->sending ? "send" : "recv",
+        (long long)other->count, dtype_name(other->type));
+    return FSDP_ERR_MISMATCH;
+}
+
+static void transit_finish(fsdp_work *work, struct transit *transit, fsdp_status status)
+{
+    transit->done = 1;
+    if (status == FSDP_OK) {
+        for (struct packed *packed = transit->packed; packed; packed = packed->next)
+            if (packed->output) tensor_unpack(&packed->tensor, packed->copy);
+    } else if (work->failure.status == FSDP_OK) {
+        err_save(&work->failure);
+    }
+}
+
+static fsdp_work *next_of(struct lane *lane, fsdp_work *work)
+{
+    pthread_mutex_lock(&lane->lock);
+    fsdp_work *next = work ? work->next : lane->head;
+    pthread_mutex_unlock(&lane->lock);
+    return next;
+}
+
+/* A receive from this rank itself takes the oldest send of its tag. */
+static int take_own(struct lane *lane, fsdp_work *work, struct transit *transit)
+{
+    struct message *m = &transit->message;
+    for (fsdp_work *other = next_of(lane, NULL); other; other = next_of(lane, other))
+        for (int32_t i = 0; i < other->n_transits; i++) {
+            struct transit *sender = &other->transits[i];
+            struct message *s = &sender->message;
+            if (sender->done || !s->sending || s->peer != lane->group->rank || s->tag != m->tag) continue;
+            fsdp_status status = FSDP_OK;
+            if (s->type != m->type || s->count != m->count)
+                status = self_mismatch(s, m);
+            else if (m->bytes)
+                memmove(m->data, s->data, m->bytes);
+            transit_finish(other, sender, status);
+            if (status != FSDP_OK) (void)self_mismatch(m, s);
+            transit_finish(work, transit, status);
+            return 1;
+        }
+    return 0;
+}
+
+/* One step of every message of a work; 1 when anything moved. */
+static int step_work(struct lane *lane, fsdp_work *work, char *stalled)
+{
+    fsdp_group *group = lane->group;
+    struct transport *t = group->transport;
+    int any = 0;
+    for (int32_t i = 0; i < work->n_transits; i++) {
+        struct transit *transit = &work->transits[i];
+        struct message *m = &transit->message;
+        if (transit->done) continue;
+        int to_self = m->peer == group->rank;
+        if (!m->sending && (to_self || m->peer == FSDP_ANY_RANK) && m->stage == 0 && take_own(lane, work, transit)) {
+            any = 1;
+            continue;
+        }
+        if (to_self || (m->sending && m->stage == 0 && stalled[m->peer])) continue;
+        int done = 0, moved = 0;
+        fsdp_status status = t->ops->message_step(t, m, &done, &moved);
+        any |= moved;
+        if (done || status != FSDP_OK) {
+            transit_finish(work, transit, status);
+            any = 1;
+        } else if (m->sending && m->stage == 0) {
+            stalled[m->peer] = 1;
+        }
+    }
+    return any;
+}
+
+static int is_complete(const fsdp_work *work)
+{
+    for (int32_t i = 0; i < work->n_transits; i++)
+        if (!work->transits[i].done) return 0;
+    return 1;
+}
+
+static void unlink_work(struct lane *lane, fsdp_work *work)
+{
+    pthread_mutex_lock(&lane->lock);
+    fsdp_work **at = &lane->head, *last = NULL;
+    while (*at != work) {
+        last = *at;
+        at = &(*at)->next;
+    }
+    *at = work->next;
+    if (lane->tail == work) lane->tail = last;
+    pthread_mutex_unlock(&lane->lock);
+}
+
+/* Nothing moved for a while: find what would keep a work from ever going on. Its failure is the group's. */
+static void check_work(struct lane *lane, fsdp_work *work)
+{
+    struct transport *t = lane->group->transport;
+    for (int32_t i = 0; i < work->n_transits; i++) {
+        struct transit *transit = &work->transits[i];
+        struct message *m = &transit->message;
+        if (transit->done) continue;
+        struct deadline deadline = work->deadline;
+        deadline.kind = m->sending ? FSDP_OP_SEND : FSDP_OP_RECV;
+        deadline.doing = call_kind_name(deadline.kind);
+        int32_t peer = m->peer == FSDP_ANY_RANK ? m->source : m->peer;
+        fsdp_status status = t->ops->message_check(t, m->stage || m->peer >= 0 ? peer : FSDP_ANY_RANK, deadline);
+        if (status == FSDP_OK && os_now_ns() >= deadline.at_ns) {
+            status = err(FSDP_ERR_TIMEOUT, "group '%s': timed out after %lld ms in %s %s rank %d, tag %d: the other side %s",
+                         lane->group->name, (long long)deadline.timeout_ms, deadline.doing, m->sending ? "to" : "from", m->peer,
+                         m->tag, m->stage ? "did not go on" : "has not called it");
+            err_operation(deadline.kind, 0, m->peer, -1);
+            fsdp_error_info failure;
+            err_save(&failure);
+            transport_fail(t, &failure);
+        }
+        if (status != FSDP_OK) transit_finish(work, transit, status);
+    }
+}
+
+void messages_nudge(struct lane *lane)
+{
+    lane->group->transport->ops->message_nudge(lane->group->transport);
+}
+
+void messages_advance(struct lane *lane, fsdp_work *until)
+{
+    struct transport *t = lane->group->transport;
+    int check = 0;
+    for (;;) {
+        char stalled[256] = {0};
+        uint32_t ticket = t->ops->message_ticket(t);
+        int moved = 0, pending = 0;
+        for (fsdp_work *work = next_of(lane, NULL), *next; work; work = next) {
+            if (check) check_work(lane, work);
+            moved |= step_work(lane, work, stalled);
+            next = next_of(lane, work);
+        }
+        for (fsdp_work *work = next_of(lane, NULL), *next; work; work = next) {
+            next = next_of(lane, work);
+            if (!is_complete(work)) {
+                pending = 1;
+                continue;
+            }
+            unlink_work(lane, work);
+            int ours = work == until;
+            work_complete(work, work->failure.status == FSDP_OK ? FSDP_OK : err_restore(&work->failure));
+            if (ours) return;
+        }
+        if (!pending) return;
+        check = 0;
+        if (!moved) check = !t->ops->message_wait(t, ticket, SLEEP_NS);
+    }
+}

@@ -1,0 +1,174 @@
+/* Work handles: memory, completion and waiting. See group.h.
+ *
+ * A work has one reference for its queue (dropped on completion) and one for its user. It also holds its group's
+ * memory, so that a handle may outlive the group. */
+#include "group/group.h"
+
+#include "base/mem.h"
+
+#include <stdio.h>
+#include <string.h>
+
+int work_is(const fsdp_work *work)
+{
+    return work && ref_is(&work->ref, REF_WORK);
+}
+
+struct block {
+    struct block *next;
+    _Alignas(16) char data[];
+};
+
+void *work_memory(fsdp_work *work, size_t bytes)
+{
+    struct block *block = mem_alloc(sizeof *block + bytes);
+    if (!block) {
+        mem_none("an operation", bytes);
+        return NULL;
+    }
+    block->next = work->blocks;
+    work->blocks = block;
+    return block->data;
+}
+
+fsdp_status work_create(fsdp_group *group, struct lane *lane, int32_t n_ops, int32_t n_transits, fsdp_work **out)
+{
+    /* One block: most works have one operation. */
+    size_t ops_at = (sizeof(fsdp_work) + 15) & ~(size_t)15, transits_at = ops_at + (size_t)n_ops * sizeof(struct op);
+    size_t bytes = transits_at + (size_t)n_transits * sizeof(struct transit);
+    char *block = mem_alloc(bytes);
+    if (!block) return mem_none("an operation", bytes);
+    fsdp_work *work = (fsdp_work *)block;
+    ref_init(&work->ref, REF_WORK);
+    work->group = group;
+    work->lane = lane;
+    work->n_ops = n_ops;
+    work->ops = (struct op *)(block + ops_at);
+    work->n_transits = n_transits;
+    work->transits = (struct transit *)(block + transits_at);
+    group_hold(group);
+    *out = work;
+    return FSDP_OK;
+}
+
+static void free_packed(struct packed *list)
+{
+    for (; list; list = list->next) os_unmap(list->copy, list->bytes);
+}
+
+void work_release(fsdp_work *work)
+{
+    if (!work || !ref_put(&work->ref)) return;
+    for (int32_t i = 0; i < work->n_ops; i++) free_packed(work->ops[i].packed);
+    for (int32_t i = 0; i < work->n_transits; i++) free_packed(work->transits[i].packed);
+    /* Keeps of a work that was never submitted: their owners were told that keeping succeeded. */
+    for (struct keep *keep = work->keeps; keep; keep = keep->next) keep->release(keep->owner);
+    for (struct block *block = work->blocks; block;) {
+        struct block *next = block->next;
+        mem_free(block);
+        block = next;
+    }
+    group_unhold(work->group);
+    mem_free(work);
+}
+
+fsdp_status work_pack(fsdp_work *work, struct packed **list, const struct tensor *tensor, int output, char **data)
+{
+    if (tensor->contiguous) {
+        *data = tensor->data;
+        return FSDP_OK;
+    }
+    struct packed *packed = work_memory(work, sizeof *packed);
+    if (!packed) return FSDP_ERR_NOMEM;
+    packed->bytes = os_page_round(tensor->bytes);
+    TRY(os_map_anonymous(packed->bytes, &packed->copy));
+    packed->tensor = *tensor;
+    packed->output = output;
+    packed->next = *list;
+    *list = packed;
+    *data = packed->copy;
+    return FSDP_OK;
+}
+
+/* ---- completion */
+
+void work_complete(fsdp_work *work, fsdp_status status)
+{
+    struct lane *lane = work->lane;
+    if (status != FSDP_OK)
+        err_save(&work->failure);
+    pthread_mutex_lock(&lane->lock);
+    work->completing = 1; /* from here on, a callback or a keep that comes late is served by its caller */
+    fsdp_done_fn fn = work->on_done;
+    void *user = work->on_done_user;
+    struct keep *keeps = work->keeps;
+    work->keeps = NULL;
+    pthread_mutex_unlock(&lane->lock);
+
+    for (struct keep *keep = keeps; keep; keep = keep->next) keep->release(keep->owner);
+
+    pthread_mutex_lock(&lane->lock);
+    atomic_store_explicit(&work->done, 1, memory_order_release);
+    if (lane->waiting) pthread_cond_broadcast(&lane->changed);
+    pthread_mutex_unlock(&lane->lock);
+    if (fn) fn(status, user);
+    work_release(work);
+}
+
+fsdp_status work_status(fsdp_work *work)
+{
+    return work->failure.status == FSDP_OK ? FSDP_OK : err_restore(&work->failure);
+}
+
+fsdp_status work_keep(fsdp_work *work, void (*release)(void *owner), void *owner)
+{
+    struct keep *keep = NULL;
+    struct lane *lane = work->lane;
+    if (!atomic_load_explicit(&work->done, memory_order_acquire)) {
+        /* The node lives in the work's memory, which only its submitting thread may chain: so it is made by hand here. */
+        keep = mem_alloc(sizeof(struct block) + sizeof *keep);
+        if (!keep) return mem_none("keeping a tensor", sizeof *keep);
+        struct block *block = (struct block *)keep;
+        keep = (struct keep *)block->data;
+        *keep = (struct keep){.release = release, .owner = owner};
+        pthread_mutex_lock(&lane->lock);
+        block->next = work->blocks;
+        work->blocks = block;
+        int late = work->completing;
+        if (!late) {
+            keep->next = work->keeps;
+            work->keeps = keep;
+        }
+        pthread_mutex_unlock(&lane->lock);
+        if (!late) return FSDP_OK;
+    }
+    release(owner);
+    return FSDP_OK;
+}
+
+fsdp_status work_on_done(fsdp_work *work, fsdp_done_fn fn, void *user)
+{
+    struct lane *lane = work->lane;
+    pthread_mutex_lock(&lane->lock);
+    int taken = work->on_done != NULL;
+    int late = work->completing;
+    if (!taken) {
+        work->on_done = fn;
+        work->on_done_user = user;
+    }
+    /* Late: the completing thread has read the callback already. Its status is settled before `completing`. */
+    pthread_mutex_unlock(&lane->lock);
+    if (taken) return err(FSDP_ERR_STATE, "this work has a callback already: one for each handle");
+    if (late) {
+        lane_wait(work, -1);
+        fn(work->failure.status, user);
+    }
+    return FSDP_OK;
+}
+
+fsdp_status work_wait(fsdp_work *work, int64_t timeout_ms)
+{
+    if (!atomic_load_explicit(&work->done, memory_order_acquire) && !lane_wait(work, timeout_ms))
+        return err(FSDP_ERR_PENDING, "not complete after %lld ms: the operation goes on", (long long)timeout_ms);
+    return work_status(work);
+}

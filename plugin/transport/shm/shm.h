@@ -1,0 +1,184 @@
+/* The shared-memory transport's own header: layout of the segment, and what its files offer each other.
+ *
+ *   shm.c      making and leaving, exchange, failure        stage.c    moving through staging, and inline
+ *   wait.c     the one way to wait                          direct.c   moving by reading peers' memory
+ *   region.c   shared memory for full parameters            message.c  point to point
+ *
+ * The segment is one memfd that all ranks map: header, an area for each rank, a channel for each ordered pair, staging
+ * for each rank; regions for full parameters follow at the end. Every word in it has a single writer. Progress words
+ * only grow (mod 2^32), so nothing is ever reset, no lock lies in shared memory, and a rank that is killed leaves nothing
+ * half-changed.
+ */
+#ifndef FSDP_TRANSPORT_SHM_SHM_H
+#define FSDP_TRANSPORT_SHM_SHM_H
+
+#include "base/os.h"
+#include "transport/transport.h"
+
+#define SHM_MAX_RANKS 128
+#define SHM_INLINE 4096  /* bytes of tensor data that travel with the exchange itself */
+#define SHM_DEPTH 4      /* staging slots of each rank: chunks in flight */
+#define SHM_MESSAGES 32  /* sends under way for each ordered pair; one bit each in `matched` */
+#define SHM_EAGER 128    /* bytes of a message that travel in its entry */
+#define SHM_REGIONS 4096 /* regions at one time */
+
+/* ---- the segment */
+
+struct word {
+    _Atomic uint32_t value;
+    _Atomic uint32_t sleepers;
+    char pad[56];
+};
+
+struct slot { /* what a rank publishes in an exchange; two, used in turn */
+    struct call_header header;
+    uint64_t in_address, out_address; /* direct: of the only piece, or of a table of the pieces' addresses */
+    uint64_t longest;                 /* EXCHANGE: this rank's longest outgoing stream */
+    uint64_t payload_bytes;
+    _Alignas(64) char payload[TRANSPORT_PAYLOAD];
+    _Alignas(64) char data[SHM_INLINE];
+};
+
+struct rank_area {
+    struct word joined;   /* steps of making the group */
+    struct word posted;   /* exchanges published */
+    struct word staged;   /* chunks put into staging */
+    struct word reduced;  /* chunks (direct: operations) whose reduced result can be read */
+    struct word consumed; /* chunks of all peers' staging that this rank no longer needs */
+    struct word done;     /* operations of which this rank no longer reads peers' memory; syncs */
+    struct word bell;     /* something changed for this rank's messages */
+    _Atomic uint32_t left;
+    _Atomic uint32_t fault_set;
+    fsdp_error_info fault;
+    uint64_t probe_address, probe_value;
+    uint32_t probe_ok;
+    _Alignas(64) struct slot slots[2];
+};
+
+enum entry_state { ENTRY_FREE, ENTRY_POSTED, ENTRY_TAKEN, ENTRY_DONE, ENTRY_REFUSED };
+
+struct entry { /* one send, from a source to a destination; the state says whose turn it is */
+    _Atomic uint32_t state;
+    int32_t tag, type;
+    uint32_t order; /* sends are numbered, so that the receiver finds the oldest */
+    int64_t count;
+    uint64_t address;
+    int32_t refused_type; /* what the receiver wanted, when it refused */
+    int32_t unused;
+    int64_t refused_count;
+    _Alignas(16) char eager[SHM_EAGER];
+};
+
+struct channel {
+    struct entry entries[SHM_MESSAGES];
+    struct word filled; /* bytes put into `lane` for the entry that is TAKEN, in steps of half a lane */
+    struct word drained;
+};
+
+struct region_cell {
+    uint64_t offset, bytes;
+    _Atomic uint32_t holders; /* 0: free */
+    uint32_t unused;
+};
+
+struct segment {
+    uint32_t magic, size;
+    uint32_t crowded; /* more ranks than processors */
+    uint32_t direct_read;
+    uint64_t slot_bytes; /* of staging */
+    uint64_t lane_bytes; /* of each channel, for staged messages */
+    _Atomic uint32_t faulted;
+    _Atomic uint32_t n_cells;
+    uint64_t regions_at; /* first byte after staging; written by rank 0 only, as is the table's growth */
+    struct region_cell cells[SHM_REGIONS];
+};
+
+/* ---- the object */
+
+struct shm {
+    struct transport base;
+    struct segment *segment;
+    size_t mapped;
+    struct rank_area *areas;
+    struct channel *channels; /* [from * size + to] */
+    char *lanes;              /* message staging, same order */
+    char *staging;
+    int fd;
+    int liveness[SHM_MAX_RANKS];
+    int liveness_keep;
+    pid_t pids[SHM_MAX_RANKS];
+    int64_t spin_ns;
+    uint64_t probe; /* read by peers when the group is made */
+    char name[64];
+
+    /* the collective lane's: counts of the words above that every rank agrees on */
+    uint32_t sequence;            /* exchanges made */
+    uint32_t chunks, reductions, dones;
+    const struct slot *seen[SHM_MAX_RANKS]; /* slots of the exchange just made */
+    int route;                    /* enum route, of the transfer under way */
+    uint64_t *table;              /* pieces' addresses, for peers to read */
+    size_t table_size;
+    char *scratch;                /* direct reductions */
+    size_t scratch_size;
+
+    /* the message lane's */
+    uint32_t orders[SHM_MAX_RANKS];    /* sends to each rank so far */
+    int32_t receiving[SHM_MAX_RANKS];  /* 1 while an entry of that source is TAKEN through its lane */
+    uint32_t matched[SHM_MAX_RANKS];   /* a bit for each entry of that source that a message here waits to take */
+};
+
+enum route { ROUTE_NONE, ROUTE_INLINE, ROUTE_STAGE, ROUTE_DIRECT };
+
+/* ---- wait.c */
+
+/* Publish a new value of a word of this rank, and wake whoever sleeps on it. */
+void shm_publish(struct word *word, uint32_t value);
+void shm_wake(struct word *word);
+
+/* Wait until *word has reached `target`; `rank` owns the word. Fails with the group: on a recorded failure, a peer's
+ * fault, the end of any rank's process, the owner's leaving, or the deadline, which are recorded and told to the peers. */
+fsdp_status shm_wait(struct shm *t, struct word *word, uint32_t target, int rank, struct deadline deadline);
+/* What else would end a wait, looked at once. `rank` (-1: none) is the one waited for, until its `word` (or NULL) has
+ * reached target. */
+fsdp_status shm_check(struct shm *t, int rank, struct word *word, uint32_t target, struct deadline deadline);
+int shm_reached(struct word *word, uint32_t target);
+/* Record err's current failure as the group's and return its status. */
+fsdp_status shm_fail_now(struct shm *t, fsdp_status status);
+
+/* ---- stage.c, direct.c */
+
+enum route shm_route(struct shm *t, const struct transfer *transfer);
+void shm_inline_fill(struct shm *t, struct slot *slot, const struct transfer *transfer);
+void shm_inline_move(struct shm *t, const struct transfer *transfer);
+/* Before the exchange: this rank's longest stream, and its first chunk put into staging. */
+size_t shm_stage_longest(const struct shm *t, const struct transfer *transfer);
+fsdp_status shm_stage_first(struct shm *t, const struct transfer *transfer, struct deadline deadline);
+fsdp_status shm_stage_move(struct shm *t, const struct transfer *transfer, struct deadline deadline);
+fsdp_status shm_direct_offer(struct shm *t, struct slot *slot, const struct transfer *transfer);
+fsdp_status shm_direct_move(struct shm *t, const struct transfer *transfer, struct deadline deadline);
+
+/* What the routes share. Reduce a span of all ranks' inputs to `out`; where in this rank's output a reduced span goes (its
+ * slice, or its place in the whole of an all-reduce); copy this rank's own part of SPREAD and EXCHANGE from in to out;
+ * whether this rank receives anything of a SPREAD. */
+struct span;
+void shm_reduce_span(const struct shm *t, const struct transfer *transfer, const struct span *span, char *out,
+                     const void *const *sources, int stream);
+char *shm_reduced_out(const struct transfer *transfer, const struct span *span);
+void shm_copy_own(const struct shm *t, const struct transfer *transfer);
+int shm_receives(const struct shm *t, const struct transfer *transfer);
+
+/* ---- message.c, region.c: the vtable's functions */
+
+fsdp_status shm_message_step(struct transport *base, struct message *m, int *done, int *moved);
+uint32_t shm_message_ticket(struct transport *base);
+void shm_message_nudge(struct transport *base);
+int shm_message_wait(struct transport *base, uint32_t ticket, int64_t most_ns);
+fsdp_status shm_message_check(struct transport *base, int32_t peer, struct deadline deadline);
+fsdp_status shm_region_reserve(struct transport *base, size_t bytes, struct region *out);
+fsdp_status shm_region_map(struct transport *base, struct region *region);
+void shm_region_release(struct transport *base, struct region *region);
+
+
+#define WORD(t, rank, member) (&(t)->areas[rank].member)
+
+#endif

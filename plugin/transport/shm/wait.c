@@ -1,0 +1,146 @@
+/* The one way to wait in the shared-memory transport.
+ *
+ * A waiter spins for a while (not at all when there are more ranks than processors: then the peer may need this very
+ * core), then sleeps on the word's futex in slices. After each slice it looks at what else could end the wait: a
+ * failure recorded here (abort from another thread), a fault that a peer published, a peer's process that has ended, the
+ * deadline. So no watchdog thread is needed: whoever waits, watches.
+ *
+ * Publishing: the value is stored and the sleeper count read in one total order (both sequentially consistent), as
+ * the waiter raises the count and then re-reads the value. One of the two sees the other, so no wake-up is lost.
+ */
+#include "transport/shm/shm.h"
+
+#include <poll.h>
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+
+#define SLICE_FIRST_NS 2000000
+#define SLICE_MAX_NS 50000000
+#define YIELDS 8
+
+void shm_wake(struct word *word)
+{
+    if (atomic_load_explicit(&word->sleepers, memory_order_seq_cst) > 0) os_futex_wake(&word->value);
+}
+
+void shm_publish(struct word *word, uint32_t value)
+{
+    atomic_store_explicit(&word->value, value, memory_order_seq_cst);
+    shm_wake(word);
+}
+
+int shm_reached(struct word *word, uint32_t target)
+{
+    return (int32_t)(atomic_load_explicit(&word->value, memory_order_acquire) - target) >= 0;
+}
+
+fsdp_status shm_fail_now(struct shm *t, fsdp_status status)
+{
+    fsdp_error_info info;
+    err_save(&info);
+    transport_fail(&t->base, &info);
+    return status;
+}
+
+/* A fault published by a peer becomes this rank's failure too. */
+static fsdp_status adopt_fault(struct shm *t)
+{
+    for (int r = 0; r < t->base.size; r++) {
+        struct rank_area *area = &t->areas[r];
+        if (r == t->base.rank || !atomic_load_explicit(&area->fault_set, memory_order_acquire)) continue;
+        fsdp_error_info info = area->fault;
+        info.message[sizeof info.message - 1] = 0;
+        int32_t culprit = info.status == FSDP_ERR_PEER_LOST || info.status == FSDP_ERR_TIMEOUT ? info.rank_a : r;
+        if (info.status == FSDP_OK) info.status = FSDP_ERR_INTERNAL;
+        err(info.status, "rank %d reported: %s", r, info.message);
+        err_operation(info.operation, info.sequence, culprit, -1);
+        return shm_fail_now(t, info.status);
+    }
+    return FSDP_OK;
+}
+
+static fsdp_status lost(struct shm *t, int rank, const char *how, struct deadline deadline)
+{
+    err(FSDP_ERR_PEER_LOST, "group '%s': rank %d (process %d) %s while rank %d was in %s (operation %llu)", t->name, rank,
+        (int)t->pids[rank], how, t->base.rank, deadline.doing, (unsigned long long)deadline.sequence);
+    err_operation(deadline.kind, deadline.sequence, rank, -1);
+    return shm_fail_now(t, FSDP_ERR_PEER_LOST);
+}
+
+fsdp_status shm_check(struct shm *t, int rank, struct word *word, uint32_t target, struct deadline deadline)
+{
+    TRY(transport_status(&t->base));
+    if (atomic_load_explicit(&t->segment->faulted, memory_order_acquire)) TRY(adopt_fault(t));
+    /* What the owner published before it left or ended still counts: look at the word after the mark. */
+    if (rank >= 0 && rank != t->base.rank && atomic_load_explicit(&t->areas[rank].left, memory_order_acquire))
+        return word && shm_reached(word, target) ? FSDP_OK : lost(t, rank, "released the group", deadline);
+
+    struct pollfd polls[SHM_MAX_RANKS];
+    for (int r = 0; r < t->base.size; r++)
+        polls[r] = (struct pollfd){.fd = r == t->base.rank ? -1 : t->liveness[r], .events = POLLIN};
+    if (poll(polls, (nfds_t)t->base.size, 0) <= 0) return FSDP_OK;
+    for (int r = 0; r < t->base.size; r++) {
+        /* A rank that left in good order may end: that concerns only who waits for it. */
+        if (!polls[r].revents || atomic_load_explicit(&t->areas[r].left, memory_order_acquire)) continue;
+        if (r == rank && word && shm_reached(word, target)) continue;
+        if (atomic_load_explicit(&t->segment->faulted, memory_order_acquire)) TRY(adopt_fault(t));
+        return lost(t, r, "has ended", deadline);
+    }
+    return FSDP_OK;
+}
+
+static fsdp_status timed_out(struct shm *t, struct word *word, uint32_t target, int rank, struct deadline deadline)
+{
+    struct rank_area *area = &t->areas[rank];
+    if (word == &area->posted) {
+        char missing[256] = "";
+        size_t used = 0;
+        for (int r = 0; r < t->base.size && used < sizeof missing - 16; r++)
+            if (!shm_reached(WORD(t, r, posted), target))
+                used += (size_t)snprintf(missing + used, sizeof missing - used, used ? ", %d" : "%d", r);
+        err(FSDP_ERR_TIMEOUT,
+            "group '%s': timed out after %lld ms in %s (operation %llu) on rank %d: not called by rank %s; it is busy "
+            "elsewhere, stopped, or made fewer calls",
+            t->name, (long long)deadline.timeout_ms, deadline.doing, (unsigned long long)deadline.sequence, t->base.rank, missing);
+    } else {
+        err(FSDP_ERR_TIMEOUT,
+            "group '%s': timed out after %lld ms in %s (operation %llu) on rank %d: rank %d began it but did not go on; is "
+            "it stopped?",
+            t->name, (long long)deadline.timeout_ms, deadline.doing, (unsigned long long)deadline.sequence, t->base.rank, rank);
+    }
+    err_operation(deadline.kind, deadline.sequence, rank, -1);
+    return shm_fail_now(t, FSDP_ERR_TIMEOUT);
+}
+
+fsdp_status shm_wait(struct shm *t, struct word *word, uint32_t target, int rank, struct deadline deadline)
+{
+    if (shm_reached(word, target)) return FSDP_OK;
+
+    if (t->spin_ns > 0) {
+        int64_t until = os_now_ns() + t->spin_ns;
+        do {
+            for (int i = 0; i < 64; i++) {
+                if (shm_reached(word, target)) return FSDP_OK;
+                os_relax();
+            }
+        } while (os_now_ns() < until);
+    } else {
+        for (int i = 0; i < YIELDS; i++) {
+            sched_yield();
+            if (shm_reached(word, target)) return FSDP_OK;
+        }
+    }
+
+    for (int64_t slice = SLICE_FIRST_NS;; slice = slice * 2 > SLICE_MAX_NS ? SLICE_MAX_NS : slice * 2) {
+        int64_t left = deadline.at_ns - os_now_ns();
+        atomic_fetch_add_explicit(&word->sleepers, 1, memory_order_seq_cst);
+        uint32_t now = atomic_load_explicit(&word->value, memory_order_seq_cst);
+        if ((int32_t)(now - target) < 0 && left > 0) os_futex_wait(&word->value, now, slice < left ? slice : left);
+        atomic_fetch_sub_explicit(&word->sleepers, 1, memory_order_relaxed);
+        if (shm_reached(word, target)) return FSDP_OK;
+
+        TRY(shm_check(t, rank, word, target, deadline));
+        if (os_now_ns() >= deadline.at_ns) return timed_out(t, word, target, rank, deadline);
+    }
+}
