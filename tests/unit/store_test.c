@@ -476,10 +476,10 @@ Test(store_keys, come_back_as_they_were_set, .timeout = 10)
     remove_folder();
 }
 
-Test(store_keys, wrong_use_is_refused, .timeout = 10)
+Test(store_keys, wrong_use_is_refused, .timeout = 30)
 {
     for (int kind = 0; kind < KINDS; kind++) {
-        fsdp_store *store = open_alone(kind, 600);
+        fsdp_store *store = open_alone(kind, 300);
         static char big[65537], key[257];
         char buffer[4] = "abc";
         size_t bytes = 0;
@@ -502,7 +502,7 @@ Test(store_keys, wrong_use_is_refused, .timeout = 10)
         FAILS(store_add(store, "max", 1, &sum), FSDP_ERR_INVALID, "64 bits");
         cr_assert_eq(sum, 77);
         FAILS(store_get(store, "never", buffer, 4, &bytes), FSDP_ERR_TIMEOUT,
-              "'never' was not set within 600 ms");
+              "'never' was not set within 300 ms");
         FAILS(store_wait(store, "never"), FSDP_ERR_TIMEOUT, "'never'");
         OK(store_set(store, "k", "v", 1));
         store_release(store);
