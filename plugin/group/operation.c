@@ -414,6 +414,7 @@ static fsdp_status build_messages(fsdp_work *work, const struct call *calls, int
         const struct tensor *tensor = sending ? &calls[i].in : &calls[i].out;
         char *data;
         TRY(work_pack(work, &transit->packed, tensor, !sending, &data));
+        if (sending && transit->packed) tensor_pack(data, tensor);
         transit->message = (struct message){.sending = sending,
                                             .peer = given->peer,
                                             .tag = given->tag,
