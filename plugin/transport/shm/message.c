@@ -82,20 +82,20 @@ static int send_flow(struct shm *t, struct message *m, struct channel *channel)
 {
     size_t half = t->segment->lane_bytes / 2;
     char *lane = lane_of(t, t->base.rank, m->peer);
-    int moved = 0;
+    size_t moved = 0;
     uint32_t filled = atomic_load_explicit(&channel->filled.value, memory_order_relaxed);
     while (m->done < m->bytes && filled - atomic_load_explicit(&channel->drained.value, memory_order_acquire) < 2) {
         size_t now = m->bytes - m->done < half ? m->bytes - m->done : half;
         memcpy(lane + filled % 2 * half, m->data + m->done, now);
         m->done += now;
         shm_publish(&channel->filled, ++filled);
-        moved = 1;
+        moved += now;
     }
     if (moved) {
-        atomic_fetch_add_explicit(&t->base.bytes_moved, m->bytes, memory_order_relaxed);
+        atomic_fetch_add_explicit(&t->base.bytes_moved, moved, memory_order_relaxed);
         ring(t, m->peer);
     }
-    return moved;
+    return moved > 0;
 }
 
 static fsdp_status send_step(struct shm *t, struct message *m, int *done, int *moved)

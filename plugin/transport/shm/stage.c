@@ -292,13 +292,14 @@ static void stage_lane(struct stage *s, int reader, uint32_t chunk, int write_ow
     char *lane = lane_at(t, transfer, t->base.rank, reader, chunk);
     int spread = transfer->shape == TRANSFER_SPREAD;
     struct span span;
-    size_t used = 0;
+    size_t used = 0, moved = 0;
     while (stream_next(&s->out[reader], s->lane, &used, &span)) {
         const struct piece *p = &transfer->pieces[span.piece];
         const char *from = p->in ? p->in + (spread ? span.offset : span.begin) : NULL;
         char *own = write_own && spread && shm_receives(t, transfer) && p->out ? p->out + span.begin : NULL;
         if (own == from) own = NULL;
         if (!from && transfer->shape != TRANSFER_REDUCE) continue; /* sends nothing; nobody reads it */
+        moved += span.bytes;
         if (!from)
             memset(lane + span.at, 0, span.bytes);
         else if (own && s->stream_store)
@@ -308,7 +309,7 @@ static void stage_lane(struct stage *s, int reader, uint32_t chunk, int write_ow
             if (own) kernel_copy(own, lane + span.at, span.bytes, 0);
         }
     }
-    atomic_fetch_add_explicit(&t->base.bytes_moved, used, memory_order_relaxed);
+    atomic_fetch_add_explicit(&t->base.bytes_moved, moved, memory_order_relaxed);
 }
 
 /* Whether any peer reads what this rank would stage in a SPREAD. */
@@ -339,10 +340,10 @@ static fsdp_status stage_take(struct stage *s, uint32_t chunk)
         TRY(shm_wait(t, WORD(t, from, staged), chunk + 1, from, s->deadline));
         const char *lane = lane_at(t, s->transfer, from, me, chunk);
         struct span span;
-        size_t used = 0;
-        while (stream_next(&s->in[from], s->lane, &used, &span))
+        size_t used = 0, moved = 0;
+        for (; stream_next(&s->in[from], s->lane, &used, &span); moved += span.bytes)
             kernel_copy(s->transfer->pieces[span.piece].out + span.begin, lane + span.at, span.bytes, s->stream_store);
-        atomic_fetch_add_explicit(&t->base.bytes_moved, used, memory_order_relaxed);
+        atomic_fetch_add_explicit(&t->base.bytes_moved, moved, memory_order_relaxed);
     }
     return FSDP_OK;
 }
@@ -361,9 +362,10 @@ static fsdp_status stage_reduce(struct stage *s, uint32_t chunk)
     }
     char *result = transfer->spread ? result_at(t, transfer, me, chunk) : NULL;
     struct span span;
-    size_t used = 0;
+    size_t used = 0, moved = 0;
     while (stream_next(&s->own, s->lane, &used, &span)) {
         const struct piece *p = &transfer->pieces[span.piece];
+        moved += span.bytes * (size_t)(result ? size : size - 1); /* the peers' parts read, a result written */
         for (int r = 0; r < size; r++)
             sources[r] = r == me ? (p->in ? p->in + span.begin : NULL) : lanes[r] + span.at;
         char *out = shm_reduced_out(transfer, &span);
@@ -374,7 +376,7 @@ static fsdp_status stage_reduce(struct stage *s, uint32_t chunk)
             kernel_copy(out, result + span.at, span.bytes, s->stream_store);
         }
     }
-    atomic_fetch_add_explicit(&t->base.bytes_moved, used * (size_t)(size - 1), memory_order_relaxed);
+    atomic_fetch_add_explicit(&t->base.bytes_moved, moved, memory_order_relaxed);
     return FSDP_OK;
 }
 
@@ -387,10 +389,10 @@ static fsdp_status stage_results(struct stage *s, uint32_t chunk, uint32_t reduc
         TRY(shm_wait(t, WORD(t, from, reduced), reduced, from, s->deadline));
         const char *lane = result_at(t, s->transfer, from, chunk);
         struct span span;
-        size_t used = 0;
-        while (stream_next(&s->in[from], s->lane, &used, &span))
+        size_t used = 0, moved = 0;
+        for (; stream_next(&s->in[from], s->lane, &used, &span); moved += span.bytes)
             kernel_copy(s->transfer->pieces[span.piece].out + span.begin, lane + span.at, span.bytes, s->stream_store);
-        atomic_fetch_add_explicit(&t->base.bytes_moved, used, memory_order_relaxed);
+        atomic_fetch_add_explicit(&t->base.bytes_moved, moved, memory_order_relaxed);
     }
     return FSDP_OK;
 }
