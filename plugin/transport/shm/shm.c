@@ -258,7 +258,7 @@ static fsdp_status probe_peers(struct shm *t, int32_t wanted, const struct welco
                        "ptrace_scope, seccomp, user namespaces); leave direct_read at 0 to use staging",
                        t->name, failed_rank);
     t->base.direct_read = all;
-    if (t->base.rank == 0) t->segment->direct_read = (uint32_t)all;
+    if (t->base.rank == 0) t->segment->direct_read = !all ? 0 : wanted == 1 ? 2 : 1;
     return meet(t, 3, deadline);
 }
 

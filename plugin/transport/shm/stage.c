@@ -106,7 +106,8 @@ enum route shm_route(struct shm *t, const struct transfer *transfer)
     for (int32_t i = 0; i < transfer->n_pieces; i++) uneven |= transfer->pieces[i].in_split.at != NULL;
     if (transfer->shape == TRANSFER_EXCHANGE && uneven) return ROUTE_STAGE;
     if (offered <= SHM_INLINE) return ROUTE_INLINE;
-    return t->segment->direct_read && t->segment->crowded ? ROUTE_DIRECT : ROUTE_STAGE;
+    uint32_t direct = t->segment->direct_read;
+    return direct == 2 || (direct && t->segment->crowded) ? ROUTE_DIRECT : ROUTE_STAGE;
 }
 
 /* ---- what happens to the spans, shared by both ways */
