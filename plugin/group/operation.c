@@ -365,12 +365,13 @@ struct extent {
     const struct tensor *tensor;
     const char *name;
     int32_t call, output;
+    uintptr_t low, high;
 };
 
 static int by_address(const void *a, const void *b)
 {
     const struct extent *x = a, *y = b;
-    return x->tensor->data < y->tensor->data ? -1 : x->tensor->data > y->tensor->data;
+    return x->low < y->low ? -1 : x->low > y->low;
 }
 
 static fsdp_status check_overlaps(const struct call *calls, int32_t n)
@@ -380,21 +381,16 @@ static fsdp_status check_overlaps(const struct call *calls, int32_t n)
     int32_t m = 0;
     for (int32_t i = 0; i < n; i++) {
         int written = calls[i].given->kind == FSDP_OP_BROADCAST;
-        if (calls[i].in.count > 0) extents[m++] = (struct extent){&calls[i].in, calls[i].in_name, i, written};
-        if (calls[i].out.count > 0) extents[m++] = (struct extent){&calls[i].out, calls[i].out_name, i, 1};
+        if (calls[i].in.count > 0) extents[m++] = (struct extent){&calls[i].in, calls[i].in_name, i, written, 0, 0};
+        if (calls[i].out.count > 0) extents[m++] = (struct extent){&calls[i].out, calls[i].out_name, i, 1, 0, 0};
     }
+    for (int32_t i = 0; i < m; i++) tensor_range(extents[i].tensor, &extents[i].low, &extents[i].high);
     qsort(extents, (size_t)m, sizeof *extents, by_address);
     fsdp_status status = FSDP_OK;
     for (int32_t i = 0; i < m && status == FSDP_OK; i++)
         for (int32_t j = i + 1; j < m; j++) {
             const struct extent *a = &extents[i], *b = &extents[j];
-            /* Past the last byte of a; tensors with negative strides reach further back, so all of them are compared. */
-            int64_t reach = 1;
-            for (int d = 0; d < a->tensor->ndim; d++)
-                if (a->tensor->strides[d] > 0) reach += (a->tensor->shape[d] - 1) * a->tensor->strides[d];
-            int forward = 1;
-            for (int d = 0; d < b->tensor->ndim; d++) forward &= b->tensor->strides[d] >= 0;
-            if (forward && b->tensor->data >= a->tensor->data + reach * (int64_t)dtype_size(a->tensor->type)) break;
+            if (b->low >= a->high) break;
             if (a->call == b->call || (!a->output && !b->output) || !tensor_overlap(a->tensor, b->tensor)) continue;
             status = err(FSDP_ERR_INVALID, "%s and %s overlap: tensors of one coalesced call must be apart", a->name, b->name);
             break;

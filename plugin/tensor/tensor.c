@@ -129,7 +129,8 @@ int64_t tensor_rows(const struct tensor *t)
 int64_t tensor_row_count(const struct tensor *t)
 {
     int64_t n = 1;
-    for (int d = 1; d < t->ndim; d++) n *= t->shape[d];
+    for (int d = 1; d < t->ndim; d++) /* a tensor without rows may have rows of any size */
+        if (__builtin_mul_overflow(n, t->shape[d], &n)) return INT64_MAX;
     return n;
 }
 
@@ -151,7 +152,7 @@ int tensor_same_place(const struct tensor *a, const struct tensor *b)
     return 1;
 }
 
-static void byte_range(const struct tensor *t, uintptr_t *low, uintptr_t *high)
+void tensor_range(const struct tensor *t, uintptr_t *low, uintptr_t *high)
 {
     int64_t down = 0, up = 0, size = (int64_t)dtype_size(t->type);
     for (int d = 0; d < t->ndim; d++) {
@@ -183,8 +184,8 @@ int tensor_overlap(const struct tensor *a, const struct tensor *b)
 {
     if (a->count == 0 || b->count == 0) return 0;
     uintptr_t a_low, a_high, b_low, b_high;
-    byte_range(a, &a_low, &a_high);
-    byte_range(b, &b_low, &b_high);
+    tensor_range(a, &a_low, &a_high);
+    tensor_range(b, &b_low, &b_high);
     if (a_high <= b_low || b_high <= a_low) return 0;
     if (a->contiguous && b->contiguous) return 1;
     /* Every element of either starts at a multiple of g from its data: residues that don't meet never share a byte. */

@@ -36,6 +36,8 @@ int64_t tensor_row_count(const struct tensor *t);
 
 int tensor_same_shape(const struct tensor *a, const struct tensor *b);
 int tensor_same_place(const struct tensor *a, const struct tensor *b); /* address, dtype, shape and strides */
+/* The bytes that it lies in: [*low, *high). Of a tensor with elements. */
+void tensor_range(const struct tensor *t, uintptr_t *low, uintptr_t *high);
 /* Whether they may share a byte. Exact for contiguous tensors and for interleaved views of one grid (two columns of a
  * matrix don't overlap); for anything odder, it errs towards yes. */
 int tensor_overlap(const struct tensor *a, const struct tensor *b);

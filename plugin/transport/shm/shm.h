@@ -85,7 +85,6 @@ struct segment {
     uint32_t magic, size;
     uint32_t crowded; /* more ranks than processors */
     uint32_t direct_read;   /* 1: possible; 2: required, so never staged */
-    uint32_t unused;
     uint64_t slot_bytes; /* of staging */
     uint64_t lane_bytes; /* of each channel, for staged messages */
     _Atomic uint32_t faulted;
