@@ -62,6 +62,7 @@ struct fsdp_unit {
     size_t full_mapped;
     struct region region; /* mapped unless the model unshards privately */
     int32_t has_region;
+    int32_t populated; /* the view's pages are mapped: no faults in the steady state */
 
     fsdp_unit_state state;
     int32_t current;     /* what `full` holds is what the shards hold (as far as the host has told) */

@@ -100,7 +100,10 @@ static void unsharded(fsdp_unit *unit)
     fsdp_model *model = unit->model;
     if (!unit->has_region) model_count_unsharded(model, (int64_t)unit->full_bytes);
     model->published_bytes += (int64_t)unit->shard_bytes;
-    if (unit->has_region && unit->full_bytes) os_populate_read(unit->full, unit->full_mapped);
+    if (unit->has_region && !unit->populated) {
+        os_populate_read(unit->full, unit->full_mapped);
+        unit->populated = 1;
+    }
     unit->current = 1;
     unit->state = FSDP_UNIT_UNSHARDED;
 }
