@@ -256,8 +256,8 @@ static void *leave_elsewhere(void *group)
 void group_release(fsdp_group *group)
 {
     if (!ref_put(&group->ref)) return;
-    /* A completion callback runs on a progress thread, which can't wait for its own end. */
-    int own = !os_forked() && (lane_is_own_thread(&group->collectives) || lane_is_own_thread(&group->messages));
+    /* A completion callback runs on the thread that advances the lane, which can't wait for its own end. */
+    int own = !os_forked() && (lane_is_advanced_here(&group->collectives) || lane_is_advanced_here(&group->messages));
     pthread_t thread;
     if (own && pthread_create(&thread, NULL, leave_elsewhere, group) == 0)
         pthread_detach(thread);

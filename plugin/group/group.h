@@ -111,7 +111,8 @@ struct lane {
     pthread_mutex_t lock;
     pthread_cond_t changed;
     fsdp_work *head, *tail;
-    int32_t busy;    /* a thread advances it */
+    int32_t busy;    /* a thread advances it: */
+    pthread_t advancing;
     int32_t waiting; /* threads that wait for `changed` */
     int32_t stopping;
     int32_t has_thread;
@@ -133,7 +134,7 @@ fsdp_status lane_submit(fsdp_work *work, fsdp_work **handle);
 int lane_wait(fsdp_work *work, int64_t timeout_ms);
 /* Let everything queued come to its end, and end the progress thread. Not on that thread. */
 void lane_stop(struct lane *lane);
-int lane_is_own_thread(struct lane *lane);
+int lane_is_advanced_here(struct lane *lane); /* by the calling thread: it is in a callback or deleter */
 
 void collectives_advance(struct lane *lane, fsdp_work *until);
 void messages_advance(struct lane *lane, fsdp_work *until);

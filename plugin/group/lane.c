@@ -30,10 +30,10 @@ void lane_destroy(struct lane *lane)
     pthread_mutex_destroy(&lane->lock);
 }
 
-int lane_is_own_thread(struct lane *lane)
+int lane_is_advanced_here(struct lane *lane)
 {
     pthread_mutex_lock(&lane->lock);
-    int own = lane->has_thread && pthread_equal(lane->thread, pthread_self());
+    int own = lane->busy && pthread_equal(lane->advancing, pthread_self());
     pthread_mutex_unlock(&lane->lock);
     return own;
 }
@@ -42,6 +42,7 @@ int lane_is_own_thread(struct lane *lane)
 static void advance(struct lane *lane, fsdp_work *until)
 {
     lane->busy = 1;
+    lane->advancing = pthread_self();
     pthread_mutex_unlock(&lane->lock);
     lane->advance(lane, until);
     pthread_mutex_lock(&lane->lock);
