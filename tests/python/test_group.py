@@ -632,6 +632,7 @@ CTRL_C = """
 import libfsdp, numpy as np, os, sys
 group = libfsdp.init(timeout=60)
 if group.rank == 0:
+    group.interruptible = True
     print("ready", flush=True)
     try:
         group.all_reduce(np.ones(3))
@@ -660,6 +661,22 @@ def test_ctrl_c_is_answered_while_waiting(tmp_path):
             job.kill()
     assert "[0] interrupted" in out, err
     assert time.monotonic() - begin < 3
+
+
+def test_a_job_that_waits_inside_the_library_ends_at_ctrl_c_too(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(CTRL_C.replace("    group.interruptible = True\n", ""))
+    command = [sys.executable, "-m", "libfsdp.run", "-n", "2", "--grace", "0.5", str(path)]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        try:
+            assert job.stdout.readline() == "[0] ready\n"
+            time.sleep(0.3)
+            begin = time.monotonic()
+            job.send_signal(signal.SIGINT)
+            job.communicate(timeout=10)
+        finally:
+            job.kill()
+    assert time.monotonic() - begin < 3 and job.returncode != 0
 
 
 FORKED = """
@@ -764,6 +781,20 @@ def test_bad_options_are_named(options, kind, says):
         Group.single(**options)
     with pytest.raises(TypeError, match="^store"):
         Group("tcp://")
+
+
+def interruptible(group):
+    group.interruptible = True
+    x = np.array([1.0, group.rank])
+    assert group.all_reduce(x) is x
+    assert x.tolist() == [group.size, group.size * (group.size - 1) / 2]
+    with group.coalesced() as several:
+        several.all_reduce(x)
+    assert several.work is None and x[0] == group.size**2
+
+
+def test_interruptible_calls(ranks):
+    ranks(2, interruptible)
 
 
 def other_threads(group):

@@ -64,6 +64,7 @@ FSDP_OP_SPLIT = 12
 FSDP_OP_UNSHARD = 13
 FSDP_OP_REDUCE_GRADS = 14
 FSDP_OP_CREATE_UNIT = 15
+FSDP_OP_RESET = 16
 
 FSDP_LOG_ERROR = 1
 FSDP_LOG_WARN = 2
@@ -264,6 +265,7 @@ class fsdp_param(_Sized):
         ("name", c_char_p),
         ("full", POINTER(DLTensor)),
         ("frozen", c_int32),
+        ("reserved", c_int32),
     ]
 
 
@@ -308,7 +310,7 @@ PROTOTYPES = {
     "fsdp_store_wait": (_status, (_H, c_char_p)),
     "fsdp_store_retain": (_status, (_H,)),
     "fsdp_store_release": (None, (_H,)),
-    "fsdp_empty": (_status, (DLDataType, c_int32, POINTER(c_int64), _T_out)),
+    "fsdp_empty": (_status, (POINTER(DLDataType), c_int32, POINTER(c_int64), _T_out)),
     "fsdp_copy": (_status, (_T, _T)),
     "fsdp_shard_extent": (_status, (c_int64, c_int32, c_int32, POINTER(c_int64), POINTER(c_int64))),
     "fsdp_shard": (_status, (_T, c_int32, c_int32, c_int32, _T)),

@@ -112,8 +112,8 @@ def _from_numpy(array, name, writable):
         raise _read_only(name)
     strides = array.strides
     if size != 1:
-        strides = [stride // size for stride in strides]
-        if any(stride * size != bytes_ for stride, bytes_ in zip(strides, array.strides)):
+        strides = tuple([stride // size for stride in strides])
+        if tuple([stride * size for stride in strides]) != array.strides:
             raise InvalidArgument(
                 f"{name}: strides {array.strides} in bytes are not whole elements of {size} bytes (a field of a "
                 "structured array?); give a copy"

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 from . import abi
 from .borrow import borrow
-from .errors import BY_STATUS, InvalidArgument, check
+from .errors import BY_STATUS, InvalidArgument, check, last
 from .handle import Handle, integer, milliseconds, text
 from .store import Store, explained
-from .work import Work, run, start
+from .work import start
 
 lib = abi.lib
 ANY_RANK = abi.FSDP_ANY_RANK
@@ -258,9 +258,13 @@ class Group(_Operations):
     end the group for good, on every rank: each operation now queued, and each later call, raises the same at once.
 
     rank, size     this rank's number in the group, and how many there are
-
-    A call with `async_op=False` from the main thread can be interrupted with Ctrl-C, within 0.1 s. The operation itself
-    goes on then, as other ranks count on it, and uses its arrays until it is complete; to end it, `abort` the group.
+    interruptible  whether Ctrl-C is answered (within 0.1 s) while a call waits for other ranks. A call with
+                   async_op=False runs on the calling thread, inside the library, and Python answers signals only when
+                   it returns, at the latest after the group's timeout: that is the quick way, some 10 us for a small
+                   operation. True makes the same call a Work and waits for it in slices, for a hand-off to another
+                   thread each time. True in an interactive session, else False; set it as you like. After a
+                   KeyboardInterrupt the operation goes on, as other ranks count on it, and uses its arrays until it is
+                   complete; to end it, `abort` the group.
     """
 
     def __init__(
@@ -291,6 +295,7 @@ class Group(_Operations):
     def _take(self, pointer, store):
         self._owned = Handle(pointer, lib.fsdp_group_release)
         self.store = store
+        self.interruptible = hasattr(sys, "ps1")
         info = self.info()
         self.rank, self.size, self.name = info.rank, info.size, info.name
         _open_groups.add(self)
@@ -305,7 +310,12 @@ class Group(_Operations):
     def _do(self, kind, function, args, result, async_op, **_):
         if async_op:
             return start(function, self._handle, args, result)
-        return run(function, self._handle, args, result)
+        if self.interruptible:
+            return start(function, self._handle, args, result).wait()
+        status = function(self._handle, *args, None)
+        if status:
+            raise last(status)
+        return result
 
     def barrier(self, *, async_op=False):
         """Return when every rank has called it."""
@@ -431,12 +441,9 @@ class Coalesced(_Operations):
 
     def _run(self):
         items, self._items = self._items, []
-        group = self._group._handle
         keep = _Kept(items)
-        if self._async:
-            self.work = start(lib.fsdp_coalesced, group, (keep, len(items)), None)
-        else:
-            run(lib.fsdp_coalesced, group, (keep, len(items)), None)
+        done = self._group._do(0, lib.fsdp_coalesced, (keep, len(items)), None, self._async)
+        self.work = done if self._async else None
 
 
 def _pointer(tensor):

@@ -22,7 +22,7 @@ from .errors import InvalidArgument, check
 from .group import Group
 from .handle import Handle, text
 from .tensor import Tensor
-from .work import run, start
+from .work import start
 
 lib = abi.lib
 _STATES = {
@@ -253,12 +253,17 @@ class Unit:
         elif len(grads) != len(self.params):
             raise InvalidArgument(f"grads: {len(grads)} entries for {len(self.params)} parameters")
         keep = _Gradients(grads, self.params)
-        execute = start if async_op else run
-        return execute(lib.fsdp_unit_post_backward, self._handle, (keep, len(self.params)), None)
+        return self._do(lib.fsdp_unit_post_backward, (keep, len(self.params)), async_op)
 
     def unshard(self, *, async_op=False):
         """Make the parameters full, outside the hooks. Collective. Does nothing when they are."""
-        return (start if async_op else run)(lib.fsdp_unit_unshard, self._handle, (), None)
+        return self._do(lib.fsdp_unit_unshard, (), async_op)
+
+    def _do(self, function, args, async_op):
+        if async_op:
+            return start(function, self._handle, args, None)
+        check(function(self._handle, *args, None))
+        return None
 
     def reshard(self):
         """Sharded again. Edits of the full parameters are dropped."""

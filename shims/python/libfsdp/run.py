@@ -59,7 +59,7 @@ def _parse(arguments):
     parser.add_argument("--stdin", action="store_true", help="rank 0 reads this program's input (default: no rank does)")
     parser.add_argument("--port", type=int, default=0, help="MASTER_PORT (default: a free one)")
     parser.add_argument(
-        "--grace", type=float, default=5, metavar="SECONDS", help="from SIGTERM to SIGKILL (default: %(default)s)"
+        "--grace", type=float, default=5, metavar="SECONDS", help="from SIGINT to SIGTERM to SIGKILL, when ranks don't end (default: %(default)s)"
     )
     parser.add_argument("program", help="what each rank runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -174,7 +174,8 @@ class Job:
         self.streams = []
         self.failed = None  # the rank that failed first
         self.interrupted = None  # the first signal that ended the job from outside
-        self.kill_at = None  # when what is still there gets SIGKILL
+        self.last_signal = None  # the last that was sent to all ranks
+        self.kill_at = None  # when what is still there gets a stronger one
 
     def run(self):
         # Signals and the ends of children come as bytes in a pipe, so that one loop waits for everything.
@@ -240,8 +241,7 @@ class Job:
                     self._forward(number)
             self._note_ends()
             if self.kill_at is not None and time.monotonic() >= self.kill_at:
-                self._signal_all(signal.SIGKILL)
-                self.kill_at = None
+                self._harder()
 
     def _pump(self, wake, timeout):
         ready, _, _ = select.select([wake, *self.streams_by_fd()], (), (), timeout)
@@ -279,15 +279,25 @@ class Job:
 
     def _forward(self, number):
         again = self.interrupted is not None
-        if not again:
-            self.interrupted = number
-            self.kill_at = time.monotonic() + 2 * self.options.grace
-        # A second Ctrl-C means it: what does not go by SIGINT goes by SIGTERM.
-        self._signal_all(signal.SIGTERM if again else number)
+        if again:  # a second Ctrl-C means it
+            self._harder()
+        else:
+            self.interrupted = self.last_signal = number
+            self._signal_all(number)
+            self.kill_at = time.monotonic() + self.options.grace
 
     def _end(self):
+        self.last_signal = signal.SIGTERM
         self._signal_all(signal.SIGTERM)
         self.kill_at = time.monotonic() + self.options.grace
+
+    def _harder(self):
+        """What did not go by the last signal goes by a stronger one."""
+        if self.last_signal == signal.SIGTERM:
+            self._signal_all(signal.SIGKILL)
+            self.kill_at = None
+        else:
+            self._end()
 
     def _signal_all(self, number):
         for rank in self.ranks:

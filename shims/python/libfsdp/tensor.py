@@ -254,7 +254,7 @@ def empty(shape, dtype="float32"):
     code, bits, _ = TABLE[name_of(dtype)]
     managed = POINTER(abi.DLManagedTensorVersioned)()
     dims = (c_int64 * len(lengths))(*lengths)
-    check(abi.lib.fsdp_empty(abi.DLDataType(code, bits, 1), len(lengths), dims, byref(managed)))
+    check(abi.lib.fsdp_empty(byref(abi.DLDataType(code, bits, 1)), len(lengths), dims, byref(managed)))
     return Tensor(managed)
 
 

@@ -151,16 +151,6 @@ def start(function, group, arguments, result):
     return Work(handle, arguments, result)
 
 
-def run(function, group, arguments, result):
-    """Run an operation to its end, and return `result`."""
-    if _get_ident() == _main_thread:
-        return start(function, group, arguments, result).wait()
-    status = function(group, *arguments, None)
-    if status:
-        raise last(status)
-    return result
-
-
 # ---- Callbacks -------------------------------------------------------------------------------------------------------
 
 _CALLED = ()  # in place of a Work's list of callbacks, once they were called
