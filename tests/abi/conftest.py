@@ -1,6 +1,6 @@
 """What the ABI tests share: where things are, the header's declarations, and compiling small programs.
 
-FSDP_BUILD_DIR names the build to test (default: build). Everything here sees the library as a host does: the header,
+FSDP_BUILD_DIR names the build to test (default: build/release). Everything here sees the library as a host does: the header,
 the shared object, the installed tree.
 """
 import ctypes
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HEADER = ROOT / "abi" / "fsdp.h"
-BUILD = pathlib.Path(os.environ.get("FSDP_BUILD_DIR", ROOT / "build")).resolve()
+BUILD = pathlib.Path(os.environ.get("FSDP_BUILD_DIR", ROOT / "build" / "release")).resolve()
 LIBRARY = BUILD / "libfsdp.so"
 os.environ.setdefault("FSDP_LIBRARY", str(LIBRARY))  # for libfsdp.abi
 
