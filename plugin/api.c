@@ -159,6 +159,7 @@ void fsdp_store_release(fsdp_store *store)
 fsdp_status fsdp_empty(const DLDataType *dtype, int32_t ndim, const int64_t *shape, DLManagedTensorVersioned **tensor)
 {
     CHECK_ARG(dtype, "dtype is NULL");
+    CHECK_ARG(shape || ndim <= 0, "shape is NULL, but ndim is %d", ndim);
     CHECK_OUT(tensor);
     return managed_empty(dtype, ndim, shape, tensor);
 }
@@ -603,7 +604,7 @@ fsdp_status fsdp_unit_query_state(fsdp_unit *unit, fsdp_unit_state *state)
 {
     CHECK_UNIT(unit);
     CHECK_OUT(state);
-    *state = unit->state;
+    *state = unit_query_state(unit);
     return FSDP_OK;
 }
 

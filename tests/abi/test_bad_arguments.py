@@ -19,6 +19,7 @@ NULLABLE = {"options", "work", "user", "reason"}
 NULLABLE_IN = {
     ("fsdp_set_log", "fn"), ("fsdp_set_allocator", "alloc"), ("fsdp_set_allocator", "release"),
     ("fsdp_group_create", "store"), ("fsdp_store_set", "value"), ("fsdp_store_get", "buffer"),  # with 0 bytes
+    ("fsdp_unit_create", "name"),
 }
 REQUIRED_ALTHOUGH = {  # names that are nullable elsewhere
     ("fsdp_store_options_init", "options"), ("fsdp_group_options_init", "options"),
@@ -59,7 +60,7 @@ class DLTensor(ctypes.Structure):
 
 class Param(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("name", ctypes.c_char_p), ("full", ctypes.c_void_p),
-                ("frozen", ctypes.c_int32)]
+                ("frozen", ctypes.c_int32), ("reserved", ctypes.c_int32)]
 
 
 class Collective(ctypes.Structure):
@@ -144,6 +145,8 @@ class World:
             return self.address(block)
         if kind == "const char *":
             return {"url": b"env://"}.get(name, b"name")
+        if kind == "const DLDataType *":
+            return self.address(DLDataType(2, 32, 1))
         if kind == "const int64_t *":
             return self.address((ctypes.c_int64 * 1)(4))
         if kind in ("fsdp_done_fn",):
@@ -154,17 +157,13 @@ class World:
             return ctypes.c_size_t(8)
         if name == "struct_size":
             return ctypes.c_size_t(48 if "group" in function else 32)
-        if kind == "DLDataType":
-            return DLDataType(2, 32, 1)
         if kind == "int64_t":
             return ctypes.c_int64(1)
-        return ctypes.c_int32({"n": 1, "ndim": 0, "world_size": 1, "minor": 1}.get(name, 0))
+        return ctypes.c_int32({"n": 1, "ndim": 1, "world_size": 1, "minor": 1}.get(name, 0))
 
     def nothing(self, kind):
         if is_pointer(kind):
             return None
-        if kind == "DLDataType":
-            return DLDataType()
         return {"size_t": ctypes.c_size_t, "int64_t": ctypes.c_int64}.get(kind, ctypes.c_int32)(0)
 
 
