@@ -6,7 +6,8 @@
  *
  * Ownership: a unit holds its model, a model its group; tensors handed out hold their unit. So memory that a host still
  * sees is never unmapped. Threads: one at a time for a model (the host's), but for the bodies of operations, which may
- * run on the group's progress thread and touch only what is named there.
+ * run on the group's progress thread and touch only what is named there, and for a unit's end, which comes on whatever thread
+ * drops the last reference: what both touch is under the model's lock.
  */
 #ifndef FSDP_FSDP_FSDP_H
 #define FSDP_FSDP_FSDP_H
@@ -40,9 +41,10 @@ struct fsdp_model {
     double divisor;
     int32_t sync;
     int64_t units_made;
-    pthread_mutex_t lock; /* of the list: a unit's last reference may go on any thread */
+    pthread_mutex_t lock; /* of the list and of the counts of unsharded bytes */
     fsdp_unit *units;     /* not held: a unit takes itself out when it goes */
-    int64_t reduced_bytes, published_bytes, unsharded, unsharded_peak;
+    int64_t unsharded, unsharded_peak;
+    int64_t reduced_bytes, published_bytes;
 };
 
 struct fsdp_unit {
@@ -51,13 +53,14 @@ struct fsdp_unit {
     fsdp_unit *next;
     char name[CALL_LABEL];
     int64_t number; /* in the model: the same on all ranks */
-    uint64_t hash;  /* of names, shapes, dtypes */
+    uint64_t hash;  /* of all that the ranks must agree on: names, shapes, dtypes, the model's options */
     int32_t n_params;
     struct param *params;
 
     char *shards, *grads; /* one block each for all parameters */
     size_t shard_bytes, grad_bytes;
     size_t full_bytes; /* of all parameters with their alignment */
+    int64_t full_data, shard_data; /* the same without it, and of this rank's rows: for the counters */
     char *full;        /* private view of the region, or private memory; one address for life */
     size_t full_mapped;
     struct region region; /* mapped unless the model unshards privately */
@@ -65,8 +68,8 @@ struct fsdp_unit {
     int32_t populated; /* the view's pages are mapped: no faults in the steady state */
 
     fsdp_unit_state state;
-    int32_t current;     /* what `full` holds is what the shards hold (as far as the host has told) */
-    int32_t accumulates; /* some parameter has unsynced gradients: so on all ranks, since sync is set alike */
+    int32_t current;     /* what the last unshard published (or publishes) is what the shards hold, for all we were told */
+    int32_t accumulates; /* gradients were accumulated since the last reduction: on all ranks, since sync is set alike */
     fsdp_work *unsharding; /* while UNSHARDING */
     fsdp_work *reducing;   /* asynchronous reduction under way */
 };
@@ -93,13 +96,18 @@ void unit_release(fsdp_unit *unit);
 enum unit_tensor { UNIT_SHARD, UNIT_FULL, UNIT_GRAD };
 fsdp_status unit_tensor(fsdp_unit *unit, int32_t index, enum unit_tensor which, DLManagedTensorVersioned **out);
 
-/* A work that is complete at once, for calls that had nothing to do. handle NULL: nothing is made. */
+/* Have a work keep the unit until it is complete. */
+fsdp_status unit_keep(fsdp_unit *unit, fsdp_work *work);
+/* A work with nothing to do, for calls that had none. handle NULL: nothing is made. */
 fsdp_status unit_nothing(fsdp_unit *unit, fsdp_work **handle);
 fsdp_status unit_unshard(fsdp_unit *unit, fsdp_work **handle);
+/* Wait for an asynchronous unshard, if one is under way: UNSHARDED, or SHARDED when it failed. */
+fsdp_status unit_unshard_end(fsdp_unit *unit);
+fsdp_unit_state unit_query_state(const fsdp_unit *unit);
 fsdp_status unit_reshard(fsdp_unit *unit);
 fsdp_status unit_post_forward(fsdp_unit *unit);
 fsdp_status unit_post_backward(fsdp_unit *unit, const DLTensor *const *grads, int32_t n, fsdp_work **handle);
-/* Wait for what is under way; the first failure. */
+/* Wait for an asynchronous reduction, if one is under way. */
 fsdp_status unit_settle(fsdp_unit *unit);
 void unit_zero_grad(fsdp_unit *unit);
 void unit_drop_accumulated(fsdp_unit *unit);

@@ -30,7 +30,7 @@ static fsdp_status publish(fsdp_group *group, struct op *op, struct deadline dea
         size_t bytes = (size_t)(p->at[group->rank + 1] - p->at[group->rank]) * size;
         if (bytes) kernel_copy(unit->region.shared + p->full_at + (size_t)p->at[group->rank] * size, p->shard, bytes, stream);
     }
-    atomic_fetch_add_explicit(&t->bytes_moved, unit->shard_bytes, memory_order_relaxed);
+    atomic_fetch_add_explicit(&t->bytes_moved, (uint64_t)unit->shard_data, memory_order_relaxed);
     return t->ops->sync(t, deadline);
 }
 
@@ -45,18 +45,13 @@ static fsdp_status pieces_gather(fsdp_work *work, fsdp_unit *unit)
     for (int32_t i = 0; i < unit->n_params; i++) {
         const struct param *p = &unit->params[i];
         transfer->pieces[i] = (struct piece){.in = p->shard,
-                                             .out = unit->full + p->full_at,
+                                             .out = p->count ? unit->full + p->full_at : NULL,
                                              .type = p->type,
                                              .out_type = p->type,
                                              .in_split = {.only = -1},
                                              .out_split = {.count = p->count, .at = p->at, .only = -1}};
     }
     return FSDP_OK;
-}
-
-static void let_go(void *unit)
-{
-    unit_release(unit);
 }
 
 fsdp_status unit_nothing(fsdp_unit *unit, fsdp_work **handle)
@@ -85,39 +80,57 @@ static fsdp_status unshard_begin(fsdp_unit *unit, fsdp_work **handle)
     } else {
         status = pieces_gather(work, unit);
     }
-    unit_retain(unit);
-    if (status == FSDP_OK) status = work_keep(work, let_go, unit);
+    if (status == FSDP_OK) status = unit_keep(unit, work);
     if (status != FSDP_OK) {
-        unit_release(unit);
         work_release(work);
         return status;
     }
     return lane_submit(work, handle);
 }
 
-static void unsharded(fsdp_unit *unit)
+/* Enter an unshard in the model's books, or (sign -1) strike it out again. */
+static void count_unshard(fsdp_unit *unit, int sign)
 {
     fsdp_model *model = unit->model;
-    if (!unit->has_region) model_count_unsharded(model, (int64_t)unit->full_bytes);
-    model->published_bytes += (int64_t)unit->shard_bytes;
+    if (!unit->has_region) model_count_unsharded(model, sign * unit->full_data);
+    model->published_bytes += sign * unit->shard_data;
+}
+
+static void unshard_succeeded(fsdp_unit *unit)
+{
     if (unit->has_region && !unit->populated) {
         os_populate_read(unit->full, unit->full_mapped);
         unit->populated = 1;
     }
-    unit->current = 1;
     unit->state = FSDP_UNIT_UNSHARDED;
 }
 
-/* Take an asynchronous unshard to its end. */
-static fsdp_status unshard_end(fsdp_unit *unit)
+static void unshard_failed(fsdp_unit *unit)
+{
+    count_unshard(unit, -1);
+    if (!unit->has_region && unit->full) os_discard(unit->full, unit->full_mapped);
+    unit->current = 0;
+    unit->state = FSDP_UNIT_SHARDED;
+}
+
+fsdp_status unit_unshard_end(fsdp_unit *unit)
 {
     if (unit->state != FSDP_UNIT_UNSHARDING) return FSDP_OK;
     fsdp_status status = work_wait(unit->unsharding, -1);
     work_release(unit->unsharding);
     unit->unsharding = NULL;
-    unit->state = FSDP_UNIT_SHARDED;
-    if (status == FSDP_OK) unsharded(unit);
+    if (status == FSDP_OK)
+        unshard_succeeded(unit);
+    else
+        unshard_failed(unit);
     return status;
+}
+
+fsdp_unit_state unit_query_state(const fsdp_unit *unit)
+{
+    if (unit->state != FSDP_UNIT_UNSHARDING || !atomic_load_explicit(&unit->unsharding->done, memory_order_acquire))
+        return unit->state;
+    return unit->unsharding->failure.status == FSDP_OK ? FSDP_UNIT_UNSHARDED : FSDP_UNIT_SHARDED;
 }
 
 fsdp_status unit_unshard(fsdp_unit *unit, fsdp_work **handle)
@@ -128,19 +141,24 @@ fsdp_status unit_unshard(fsdp_unit *unit, fsdp_work **handle)
         *handle = unit->unsharding;
         return FSDP_OK;
     }
-    TRY(unshard_end(unit));
-    if (unit->state == FSDP_UNIT_UNSHARDED) return unit_nothing(unit, handle);
-    if (unit->current) {
+    TRY(unit_unshard_end(unit));
+    if (unit->current) { /* on all ranks: nothing to do */
         TRY(unit_nothing(unit, handle));
         unit->state = FSDP_UNIT_UNSHARDED;
         return FSDP_OK;
     }
+    TRY(unit_reshard(unit)); /* shards that changed while the unit was unsharded */
+    count_unshard(unit, 1);
+    unit->current = 1; /* from here on: the host may say that a shard changes before the work is done */
+    fsdp_status status = unshard_begin(unit, handle);
+    if (status != FSDP_OK) {
+        unshard_failed(unit);
+        return status;
+    }
     if (!handle) {
-        TRY(unshard_begin(unit, NULL));
-        unsharded(unit);
+        unshard_succeeded(unit);
         return FSDP_OK;
     }
-    TRY(unshard_begin(unit, handle));
     ref_get(&(*handle)->ref);
     unit->unsharding = *handle;
     unit->state = FSDP_UNIT_UNSHARDING;
@@ -149,15 +167,15 @@ fsdp_status unit_unshard(fsdp_unit *unit, fsdp_work **handle)
 
 fsdp_status unit_reshard(fsdp_unit *unit)
 {
-    TRY(unshard_end(unit));
+    TRY(unit_unshard_end(unit));
     if (unit->state == FSDP_UNIT_SHARDED) return FSDP_OK;
     unit->state = FSDP_UNIT_SHARDED;
-    if (!unit->full_bytes) return FSDP_OK;
+    if (!unit->full) return FSDP_OK;
     if (unit->has_region) {
         os_drop_copies(unit->full, unit->full_mapped);
     } else {
         os_discard(unit->full, unit->full_mapped);
-        model_count_unsharded(unit->model, -(int64_t)unit->full_bytes);
+        model_count_unsharded(unit->model, -unit->full_data);
         unit->current = 0;
     }
     return FSDP_OK;

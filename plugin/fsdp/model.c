@@ -124,13 +124,16 @@ fsdp_status model_zero_grad(fsdp_model *model)
     TRY(group_usable(model->group));
     struct units units;
     TRY(units_hold(model, &units));
-    fsdp_status status = FSDP_OK;
-    for (int32_t i = 0; i < units.n && status == FSDP_OK; i++) {
-        status = unit_settle(units.at[i]);
-        if (status == FSDP_OK) unit_zero_grad(units.at[i]);
+    fsdp_status first = FSDP_OK;
+    fsdp_error_info failure;
+    for (int32_t i = 0; i < units.n; i++) {
+        fsdp_status status = unit_settle(units.at[i]);
+        if (status != FSDP_OK && first == FSDP_OK) err_save(&failure);
+        if (first == FSDP_OK) first = status;
+        unit_zero_grad(units.at[i]);
     }
     units_drop(&units);
-    return status;
+    return first == FSDP_OK ? FSDP_OK : err_restore(&failure);
 }
 
 fsdp_status model_reset(fsdp_model *model)
@@ -141,7 +144,6 @@ fsdp_status model_reset(fsdp_model *model)
     TRY(units_hold(model, &units));
     (void)settle_all(&units); /* failures of the broken iteration are what reset is for */
     for (int32_t i = 0; i < units.n; i++) {
-        units.at[i]->state = FSDP_UNIT_SHARDED;
         units.at[i]->current = 0;
         unit_zero_grad(units.at[i]);
     }
@@ -158,8 +160,10 @@ fsdp_status model_reset(fsdp_model *model)
 
 void model_count_unsharded(fsdp_model *model, int64_t change)
 {
+    pthread_mutex_lock(&model->lock);
     model->unsharded += change;
     if (model->unsharded > model->unsharded_peak) model->unsharded_peak = model->unsharded;
+    pthread_mutex_unlock(&model->lock);
 }
 
 void model_memory(fsdp_model *model, fsdp_memory_info *info)
@@ -176,11 +180,11 @@ void model_memory(fsdp_model *model, fsdp_memory_info *info)
             if (p->accumulated) info->gradients += p->count * (int64_t)dtype_size(p->accumulated_type);
             info->total_parameters += p->count * size;
         }
-    pthread_mutex_unlock(&model->lock);
     info->unsharded = model->unsharded;
     info->unsharded_peak = model->unsharded_peak;
+    pthread_mutex_unlock(&model->lock);
     info->host_parameters =
-        info->total_parameters + model->unsharded * (model->private_unshard ? model->group->size : 1);
+        info->total_parameters + info->unsharded * (model->private_unshard ? model->group->size : 1);
     info->reduced_bytes = model->reduced_bytes;
     info->published_bytes = model->published_bytes;
 }

@@ -20,28 +20,6 @@ static enum dtype wide(enum dtype type)
     return type == DTYPE_F64 ? DTYPE_F64 : DTYPE_F32;
 }
 
-static fsdp_status accumulate(fsdp_unit *unit, int32_t index, const char *grad)
-{
-    struct param *p = &unit->params[index];
-    if (!p->count) return FSDP_OK;
-    if (!p->accumulated) {
-        void *buffer;
-        p->accumulated_type = wide(p->type);
-        TRY(os_map_anonymous((size_t)p->count * dtype_size(p->accumulated_type), &buffer));
-        p->accumulated = buffer;
-    }
-    const void *source = grad;
-    struct kernel_reduce how = {.op = FSDP_SUM,
-                                .src_type = p->type,
-                                .dst_type = p->accumulated_type,
-                                .n_src = 1,
-                                .scale = 1,
-                                .divisor = 1,
-                                .accumulate = 1};
-    kernel_reduce(&how, p->accumulated, &source, (size_t)p->count);
-    return FSDP_OK;
-}
-
 void unit_drop_accumulated(fsdp_unit *unit)
 {
     for (int32_t i = 0; i < unit->n_params; i++) {
@@ -78,39 +56,8 @@ static fsdp_status grads_import(fsdp_unit *unit, const DLTensor *const *grads, i
     return FSDP_OK;
 }
 
-static fsdp_status accumulate_all(fsdp_unit *unit, struct op *op)
-{
-    /* op holds packed copies: this is the synchronous part of the call, so they can be filled here. */
-    for (int32_t k = 0; k < op->transfer.n_pieces; k++) {
-        struct piece *piece = &op->transfer.pieces[k];
-        if (!piece->in) continue;
-        for (struct packed *packed = op->packed; packed; packed = packed->next)
-            if (packed->copy == piece->in) tensor_pack(packed->copy, &packed->tensor);
-        TRY(accumulate(unit, (int32_t)piece->out_split.step, piece->in));
-    }
-    return FSDP_OK;
-}
-
-static void let_go(void *unit)
-{
-    unit_release(unit);
-}
-
-/* A buffer of accumulated gradients, given to the work that sends it. */
-struct buffer {
-    void *at;
-    size_t bytes;
-};
-
-static void buffer_free(void *owner)
-{
-    struct buffer *buffer = owner;
-    os_unmap(buffer->at, buffer->bytes);
-    mem_free(buffer);
-}
-
-/* Pieces for the trainable parameters; out_split.step keeps the parameter's index for accumulate_all. */
-static fsdp_status pieces_reduce(fsdp_work *work, fsdp_unit *unit, const struct tensor *grads)
+/* A piece for each trainable parameter, in their order, with a packed copy where a gradient needs one. */
+static fsdp_status pieces_make(fsdp_work *work, fsdp_unit *unit, const struct tensor *grads)
 {
     struct op *op = &work->ops[0];
     struct transfer *transfer = &op->transfer;
@@ -131,37 +78,61 @@ static fsdp_status pieces_reduce(fsdp_work *work, fsdp_unit *unit, const struct 
                                                                 .type = p->type,
                                                                 .out_type = p->type,
                                                                 .in_split = {.count = p->count, .at = p->at, .only = -1},
-                                                                .out_split = {.only = -1, .step = i}};
+                                                                .out_split = {.only = -1}};
         op->header.count += p->count;
     }
     return FSDP_OK;
 }
 
-/* Send the accumulated buffers, with these gradients added, instead of the gradients. */
-static fsdp_status send_accumulated(fsdp_work *work, fsdp_unit *unit)
+/* ---- accumulation */
+
+/* All buffers that these gradients need, before anything is added to one. */
+static fsdp_status buffers_make(fsdp_unit *unit, const struct transfer *transfer)
 {
-    struct op *op = &work->ops[0];
-    TRY(accumulate_all(unit, op));
-    for (int32_t k = 0; k < op->transfer.n_pieces; k++) {
-        struct piece *piece = &op->transfer.pieces[k];
-        struct param *p = &unit->params[piece->out_split.step];
-        piece->type = wide(p->type);
-        piece->in = p->accumulated;
-        if (!p->accumulated) continue;
-        struct buffer *buffer = mem_alloc(sizeof *buffer);
-        if (!buffer) return mem_none("accumulated gradients", sizeof *buffer);
-        *buffer = (struct buffer){p->accumulated, (size_t)p->count * dtype_size(p->accumulated_type)};
-        fsdp_status status = work_keep(work, buffer_free, buffer);
-        if (status != FSDP_OK) {
-            mem_free(buffer);
-            return status;
-        }
-        p->accumulated = NULL; /* the work's now */
+    for (int32_t i = 0, k = 0; i < unit->n_params; i++) {
+        struct param *p = &unit->params[i];
+        if (p->frozen || !transfer->pieces[k++].in || p->accumulated) continue;
+        void *buffer;
+        p->accumulated_type = wide(p->type);
+        TRY(os_map_anonymous((size_t)p->count * dtype_size(p->accumulated_type), &buffer));
+        p->accumulated = buffer;
     }
-    op->header.hash = hash_number(op->header.hash, 1);
-    unit->accumulates = 0;
     return FSDP_OK;
 }
+
+static void accumulate(fsdp_unit *unit, const struct op *op)
+{
+    for (const struct packed *packed = op->packed; packed; packed = packed->next) tensor_pack(packed->copy, &packed->tensor);
+    for (int32_t i = 0, k = 0; i < unit->n_params; i++) {
+        struct param *p = &unit->params[i];
+        if (p->frozen) continue;
+        const void *grad = op->transfer.pieces[k++].in;
+        struct kernel_reduce how = {.op = FSDP_SUM,
+                                    .src_type = p->type,
+                                    .dst_type = p->accumulated_type,
+                                    .n_src = 1,
+                                    .scale = 1,
+                                    .divisor = 1,
+                                    .accumulate = 1};
+        if (grad) kernel_reduce(&how, p->accumulated, &grad, (size_t)p->count);
+    }
+    unit->accumulates = 1;
+}
+
+/* The buffers, which hold these gradients too by now, in place of them. They last until unit_settle. */
+static void send_accumulated(fsdp_unit *unit, struct op *op)
+{
+    for (int32_t i = 0, k = 0; i < unit->n_params; i++) {
+        const struct param *p = &unit->params[i];
+        if (p->frozen) continue;
+        struct piece *piece = &op->transfer.pieces[k++];
+        piece->type = wide(p->type);
+        piece->in = p->accumulated;
+    }
+    op->header.hash = hash_number(op->header.hash, 1);
+}
+
+/* ---- reduction */
 
 static fsdp_status reduce(fsdp_unit *unit, const struct tensor *grads, fsdp_work **handle)
 {
@@ -174,27 +145,42 @@ static fsdp_status reduce(fsdp_unit *unit, const struct tensor *grads, fsdp_work
     op->header = (struct call_header){.kind = FSDP_OP_REDUCE_GRADS, .type = -1, .root = -1, .hash = unit->hash};
     op->payload = unit->name;
     op->payload_bytes = sizeof unit->name;
-    fsdp_status status = pieces_reduce(work, unit, grads);
-    int trainable = op->transfer.n_pieces > 0;
-    if (status == FSDP_OK && trainable && !model->sync) {
-        status = accumulate_all(unit, op);
-        if (status == FSDP_OK) unit->accumulates = 1;
-    }
-    if (status != FSDP_OK || !trainable || !model->sync) {
-        work_release(work);
-        return status == FSDP_OK ? unit_nothing(unit, handle) : status;
-    }
-    if (unit->accumulates) status = send_accumulated(work, unit);
-    unit_retain(unit);
-    if (status == FSDP_OK) status = work_keep(work, let_go, unit);
-    if (status != FSDP_OK) {
-        unit_release(unit);
+
+    /* All that can fail comes first: nothing is added to a buffer unless the call goes through. */
+    fsdp_status status = pieces_make(work, unit, grads);
+    int trainable = op->transfer.n_pieces > 0, send = trainable && model->sync;
+    int add = trainable && (!model->sync || unit->accumulates);
+    if (status == FSDP_OK && add) status = buffers_make(unit, &op->transfer);
+    if (status == FSDP_OK) status = send ? unit_keep(unit, work) : unit_nothing(unit, handle);
+    if (status == FSDP_OK && add) accumulate(unit, op);
+    if (status != FSDP_OK || !send) {
         work_release(work);
         return status;
     }
+    if (add) send_accumulated(unit, op);
+
+    int64_t bytes = 0;
     for (int32_t k = 0; k < op->transfer.n_pieces; k++)
-        model->reduced_bytes += op->transfer.pieces[k].in_split.count * (int64_t)dtype_size(op->transfer.pieces[k].type);
-    return lane_submit(work, handle);
+        bytes += op->transfer.pieces[k].in_split.count * (int64_t)dtype_size(op->transfer.pieces[k].type);
+    status = lane_submit(work, handle);
+    if (status == FSDP_OK) model->reduced_bytes += bytes;
+    if (status == FSDP_OK && handle) {
+        ref_get(&work->ref);
+        unit->reducing = work;
+    } else {
+        unit_drop_accumulated(unit);
+    }
+    return status;
+}
+
+fsdp_status unit_settle(fsdp_unit *unit)
+{
+    if (!unit->reducing) return FSDP_OK;
+    fsdp_status status = work_wait(unit->reducing, -1);
+    work_release(unit->reducing);
+    unit->reducing = NULL;
+    unit_drop_accumulated(unit); /* what was sent */
+    return status;
 }
 
 fsdp_status unit_post_backward(fsdp_unit *unit, const DLTensor *const *grads, int32_t n, fsdp_work **handle)
@@ -202,16 +188,10 @@ fsdp_status unit_post_backward(fsdp_unit *unit, const DLTensor *const *grads, in
     TRY(group_usable(unit->model->group));
     struct tensor *checked = mem_array((size_t)unit->n_params, sizeof *checked);
     if (!checked) return mem_none("gradients", (size_t)unit->n_params * sizeof *checked);
-    fsdp_work *work = NULL;
     fsdp_status status = grads_import(unit, grads, n, checked);
     if (status == FSDP_OK) status = unit_settle(unit); /* one reduction of a unit at a time: the next adds to its result */
-    if (status == FSDP_OK) status = reduce(unit, checked, handle ? &work : NULL);
+    if (status == FSDP_OK) status = unit_unshard_end(unit); /* so that resharding can't fail once the work is on its way */
+    if (status == FSDP_OK) status = reduce(unit, checked, handle);
     mem_free(checked);
-    TRY(status);
-    if (handle) {
-        ref_get(&work->ref);
-        unit->reducing = work;
-        *handle = work;
-    }
-    return unit_reshard(unit);
+    return status == FSDP_OK ? unit_reshard(unit) : status;
 }

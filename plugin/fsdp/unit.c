@@ -22,6 +22,19 @@ void unit_retain(fsdp_unit *unit)
 
 /* ---- the end */
 
+static void let_go(void *unit)
+{
+    unit_release(unit);
+}
+
+fsdp_status unit_keep(fsdp_unit *unit, fsdp_work *work)
+{
+    unit_retain(unit);
+    fsdp_status status = work_keep(work, let_go, unit);
+    if (status != FSDP_OK) unit_release(unit);
+    return status;
+}
+
 static void unit_unlink(fsdp_unit *unit)
 {
     fsdp_unit **at = &unit->model->units;
@@ -37,7 +50,7 @@ static void unit_free(fsdp_unit *unit)
     work_release(unit->reducing);
     unit_drop_accumulated(unit);
     if (unit->full) {
-        if (unit->has_region || unit->state == FSDP_UNIT_UNSHARDED) model_count_unsharded(model, -(int64_t)unit->full_bytes);
+        if (unit->has_region || unit->state != FSDP_UNIT_SHARDED) model_count_unsharded(model, -unit->full_data);
         os_unmap(unit->full, unit->full_mapped);
     }
     if (unit->has_region) t->ops->region_release(t, &unit->region);
@@ -68,6 +81,7 @@ static fsdp_status check_param(fsdp_model *model, const fsdp_param *params, cons
     const fsdp_param *given = &params[index];
     const struct tensor *full = &fulls[index];
     CHECK_ARG(given->name && *given->name, "params[%d].name is empty: each parameter needs a name, unique in the model", index);
+    CHECK_ARG(given->reserved == 0, "params[%d].reserved is %d: it must be 0", index, given->reserved);
     CHECK_ARG(full->ndim >= 1, "params[%d] '%s' is 0-dim: it has no rows to shard; give it one dimension, (1,)", index,
               given->name);
     if (!dtype_is_float(full->type))
@@ -88,6 +102,23 @@ static fsdp_status check_param(fsdp_model *model, const fsdp_param *params, cons
     return status;
 }
 
+/* What the ranks must agree on. */
+static uint64_t unit_hash(const fsdp_unit *unit, const fsdp_param *params, const struct tensor *fulls, int32_t n)
+{
+    const fsdp_model *model = unit->model;
+    uint64_t h = hash_bytes(HASH_START, unit->name, sizeof unit->name);
+    h = hash_number(h, (uint64_t)unit->number);
+    h = hash_number(h, (uint64_t)model->private_unshard * 2 + (uint64_t)model->no_reshard_after_forward);
+    h = hash_bytes(h, &model->divisor, sizeof model->divisor);
+    for (int32_t i = 0; i < n; i++) {
+        h = hash_bytes(h, params[i].name, strlen(params[i].name) + 1);
+        h = hash_number(h, (uint64_t)fulls[i].type * 2 + (uint64_t)(params[i].frozen != 0));
+        h = hash_number(h, (uint64_t)fulls[i].ndim);
+        h = hash_bytes(h, fulls[i].shape, (size_t)fulls[i].ndim * sizeof *fulls[i].shape);
+    }
+    return h;
+}
+
 /* Shape, cut and place of one parameter. */
 static fsdp_status param_lay_out(fsdp_unit *unit, int32_t index, const fsdp_param *given, const struct tensor *full)
 {
@@ -101,7 +132,7 @@ static fsdp_status param_lay_out(fsdp_unit *unit, int32_t index, const fsdp_para
     p->frozen = given->frozen != 0;
     memcpy(p->shape, full->shape, (size_t)full->ndim * sizeof *p->shape);
     p->count = full->count;
-    p->row = tensor_row_count(full);
+    p->row = full->count ? tensor_row_count(full) : 0; /* (0, many, many): whose product may overflow */
     for (int r = 0; r < size; r++) {
         int64_t start, length;
         shard_extent(p->shape[0], r, size, &start, &length);
@@ -109,11 +140,11 @@ static fsdp_status param_lay_out(fsdp_unit *unit, int32_t index, const fsdp_para
         if (r == rank) p->rows = length;
     }
     p->full_at = unit->full_bytes;
-    unit->full_bytes += ((size_t)p->count * dtype_size(p->type) + PARAM_ALIGN - 1) & ~(size_t)(PARAM_ALIGN - 1);
-
-    uint64_t h = hash_bytes(unit->hash, p->name, strlen(p->name) + 1);
-    h = hash_number(h, (uint64_t)p->type * 2 + (uint64_t)p->frozen);
-    unit->hash = hash_bytes(h, p->shape, (size_t)p->ndim * sizeof *p->shape);
+    size_t aligned = (full->bytes + PARAM_ALIGN - 1) & ~(size_t)(PARAM_ALIGN - 1);
+    if (__builtin_add_overflow(unit->full_bytes, aligned, &unit->full_bytes) || unit->full_bytes > PTRDIFF_MAX)
+        return err(FSDP_ERR_NOMEM, "unit '%s' is larger than the address space", unit->name);
+    unit->full_data += (int64_t)full->bytes;
+    unit->shard_data += p->rows * p->row * (int64_t)dtype_size(p->type);
     return FSDP_OK;
 }
 
@@ -218,7 +249,7 @@ static fsdp_status map_region(fsdp_unit *unit, struct region *region)
     unit->full_mapped = region->bytes;
     unit->region = *region;
     unit->has_region = 1;
-    model_count_unsharded(unit->model, (int64_t)unit->full_bytes);
+    model_count_unsharded(unit->model, unit->full_data);
     return FSDP_OK;
 }
 
@@ -261,13 +292,12 @@ fsdp_status unit_create(fsdp_model *model, const char *name, const fsdp_param *p
     ref_init(&unit->ref, REF_UNIT);
     unit->model = model;
     model_retain(model);
-    unit->number = model->units_made++;
+    unit->number = model->units_made; /* counted when it has succeeded: so on all ranks alike */
     if (name)
         snprintf(unit->name, sizeof unit->name, "%s", name);
     else
         snprintf(unit->name, sizeof unit->name, "unit%lld", (long long)unit->number);
-    unit->hash = hash_number(hash_bytes(HASH_START, unit->name, strlen(unit->name)), (uint64_t)unit->number);
-    unit->hash = hash_number(unit->hash, (uint64_t)model->private_unshard);
+    unit->hash = unit_hash(unit, params, fulls, n);
     unit->params = mem_array((size_t)n, sizeof *unit->params);
     unit->n_params = unit->params ? n : 0;
     fsdp_status status = unit->params ? FSDP_OK : mem_none("a unit's parameters", (size_t)n * sizeof *unit->params);
@@ -280,6 +310,7 @@ fsdp_status unit_create(fsdp_model *model, const char *name, const fsdp_param *p
         unit_free(unit);
         return status;
     }
+    model->units_made++;
     pthread_mutex_lock(&model->lock);
     unit->next = model->units;
     model->units = unit;
@@ -289,11 +320,6 @@ fsdp_status unit_create(fsdp_model *model, const char *name, const fsdp_param *p
 }
 
 /* ---- tensors */
-
-static void let_go(void *unit)
-{
-    unit_release(unit);
-}
 
 fsdp_status unit_tensor(fsdp_unit *unit, int32_t index, enum unit_tensor which, DLManagedTensorVersioned **out)
 {
@@ -323,11 +349,3 @@ fsdp_status unit_post_forward(fsdp_unit *unit)
     return unit->model->no_reshard_after_forward ? FSDP_OK : unit_reshard(unit);
 }
 
-fsdp_status unit_settle(fsdp_unit *unit)
-{
-    if (!unit->reducing) return FSDP_OK;
-    fsdp_status status = work_wait(unit->reducing, -1);
-    work_release(unit->reducing);
-    unit->reducing = NULL;
-    return status;
-}
