@@ -117,7 +117,8 @@ class Bar:
 
     def show(self, done, text, last=False):
         tenth = max(1, self.total // 10)
-        if not self.visible or not (self.terminal or last or done % tenth == 0):
+        due = done % tenth == 0 and done < self.total  # the last line comes with the accuracy
+        if not self.visible or not (self.terminal or last or due):
             return
         filled = self.WIDTH * done // self.total
         line = f"{self.title:8} [{'#' * filled}{'.' * (self.WIDTH - filled)}] {done:3}/{self.total} epochs  {text}"

@@ -197,7 +197,8 @@ def _exchange_reader(function, kind):
         try:
             failed = function(array, tensor)
         except Exception as error:
-            raise InvalidArgument(f"{name}: this {kind.__name__} can't be shared through DLPack: {error}") from error
+            why = str(error).partition("\n")[0]  # torch adds a C++ stack
+            raise InvalidArgument(f"{name}: this {kind.__name__} can't be shared through DLPack: {why}") from error
         if failed:
             raise InvalidArgument(f"{name}: this {kind.__name__} can't be shared through DLPack")
         _check_device(tensor.device.device_type, name)
