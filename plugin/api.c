@@ -17,10 +17,17 @@
         CHECK_ARG(is(handle), name " is not a live %s: released already, or of another kind", #handle);                \
     } while (0)
 #define CHECK_STORE(store) CHECK_HANDLE(store_is, store, "store")
-#define CHECK_GROUP(group) CHECK_HANDLE(group_is, group, "group")
-#define CHECK_WORK(work) CHECK_HANDLE(work_is, work, "work")
-#define CHECK_MODEL(model) CHECK_HANDLE(model_is, model, "model")
-#define CHECK_UNIT(unit) CHECK_HANDLE(unit_is, unit, "unit")
+#define CHECK_OWN(is, handle, name)                                                                                    \
+    do {                                                                                                               \
+        CHECK_HANDLE(is, handle, name);                                                                                \
+        if (ref_forked(&(handle)->ref))                                                                                \
+            return err(FSDP_ERR_FORKED, "this " name " was made before fork(): a child process can only release it; make " \
+                                        "what it needs in the child");                                                 \
+    } while (0)
+#define CHECK_GROUP(group) CHECK_OWN(group_is, group, "group")
+#define CHECK_WORK(work) CHECK_OWN(work_is, work, "work")
+#define CHECK_MODEL(model) CHECK_OWN(model_is, model, "model")
+#define CHECK_UNIT(unit) CHECK_OWN(unit_is, unit, "unit")
 #define CHECK_OUT(pointer) CHECK_ARG(pointer, #pointer " is NULL: there is nowhere to write the result")
 
 /* ---- errors and the library */
@@ -267,7 +274,6 @@ fsdp_status fsdp_group_query(fsdp_group *group, fsdp_group_info *info)
 fsdp_status fsdp_group_abort(fsdp_group *group, const char *reason)
 {
     CHECK_GROUP(group);
-    if (os_forked()) return group_usable(group);
     group_abort(group, reason);
     return FSDP_OK;
 }
@@ -286,16 +292,10 @@ void fsdp_group_release(fsdp_group *group)
 
 /* ---- works */
 
-static fsdp_status check_forked(void)
-{
-    return os_forked() ? err(FSDP_ERR_FORKED, "this work was begun before fork(): it goes on in the parent only") : FSDP_OK;
-}
-
 fsdp_status fsdp_work_test(fsdp_work *work, int32_t *done)
 {
     CHECK_WORK(work);
     CHECK_OUT(done);
-    TRY(check_forked());
     *done = atomic_load_explicit(&work->done, memory_order_acquire);
     return *done ? work_status(work) : FSDP_OK;
 }
@@ -303,7 +303,6 @@ fsdp_status fsdp_work_test(fsdp_work *work, int32_t *done)
 fsdp_status fsdp_work_wait(fsdp_work *work, int64_t timeout_ms)
 {
     CHECK_WORK(work);
-    TRY(check_forked());
     return work_wait(work, timeout_ms);
 }
 
@@ -311,7 +310,6 @@ fsdp_status fsdp_work_on_done(fsdp_work *work, fsdp_done_fn fn, void *user)
 {
     CHECK_WORK(work);
     CHECK_ARG(fn, "fn is NULL");
-    TRY(check_forked());
     return work_on_done(work, fn, user);
 }
 
@@ -324,7 +322,6 @@ fsdp_status fsdp_work_keep(fsdp_work *work, DLManagedTensorVersioned *tensor)
 {
     CHECK_WORK(work);
     CHECK_ARG(tensor, "tensor is NULL");
-    TRY(check_forked());
     TRY(managed_accept(tensor, "tensor"));
     return work_keep(work, delete_tensor, tensor);
 }

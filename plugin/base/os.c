@@ -1,5 +1,5 @@
-/* Kernel services without sockets: see os.h. Nothing here keeps state but the fork mark, a page that the kernel wipes
- * in a child (MADV_WIPEONFORK), so a fork by any route is seen. */
+/* Kernel services without sockets: see os.h. Nothing here keeps state but the process's number, on a page that the kernel
+ * wipes in a child (MADV_WIPEONFORK), so a fork by any route is seen; the child then takes the next number. */
 #include "base/os.h"
 
 #include <errno.h>
@@ -56,28 +56,29 @@ void os_futex_wake(_Atomic uint32_t *word)
 
 /* ---- fork and peers */
 
-static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
-static volatile unsigned char *fork_mark; /* 1 here, 0 in a child */
-static pid_t fork_pid;                    /* where the kernel has no MADV_WIPEONFORK */
+static pthread_once_t process_once = PTHREAD_ONCE_INIT;
+static _Atomic uint32_t *process_mark; /* this process's number, 0 in a new child; NULL: the kernel can't wipe pages */
+static _Atomic uint32_t process_last;  /* the number of the process that this one was forked from, or its own */
 
-static void fork_mark_make(void)
+static void process_mark_make(void)
 {
-    fork_pid = getpid();
     void *page = mmap(NULL, os_page_size(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (page == MAP_FAILED) return;
     if (madvise(page, os_page_size(), MADV_WIPEONFORK) != 0) {
         munmap(page, os_page_size());
         return;
     }
-    fork_mark = page;
-    *fork_mark = 1;
+    process_mark = page;
 }
 
-int os_forked(void)
+uint32_t os_process(void)
 {
-    pthread_once(&fork_once, fork_mark_make);
-    if (fork_mark) return *fork_mark == 0;
-    return getpid() != fork_pid;
+    pthread_once(&process_once, process_mark_make);
+    if (!process_mark) return (uint32_t)getpid();
+    uint32_t now = atomic_load_explicit(process_mark, memory_order_relaxed);
+    if (now) return now;
+    uint32_t mine = atomic_fetch_add(&process_last, 1) + 1;
+    return atomic_compare_exchange_strong(process_mark, &now, mine) ? mine : now;
 }
 
 fsdp_status os_liveness_fd(int *fd, int *keep)

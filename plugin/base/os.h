@@ -30,8 +30,9 @@ void os_futex_wake(_Atomic uint32_t *word);
 
 /* ---- fork and peers (os.c) */
 
-/* 1 in a child that fork() made from a process that had already called this. Costs one load. */
-int os_forked(void);
+/* A number that tells this process from those it was forked from: objects note it when they are made, and a child knows
+ * by it which are not its own. Costs a load or two. */
+uint32_t os_process(void);
 
 /* A descriptor that polls readable once this process has ended; send it to peers. *keep is one that this process must
  * hold open until then (-1: none). */

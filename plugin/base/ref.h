@@ -6,12 +6,15 @@
 #ifndef FSDP_BASE_REF_H
 #define FSDP_BASE_REF_H
 
+#include "base/os.h"
+
 #include <stdatomic.h>
 #include <stdint.h>
 
 struct ref {
     uint32_t magic;
     atomic_int count;
+    uint32_t process; /* that made it: a forked child has the memory, but not the object */
 };
 
 #define REF_STORE 0x53544f52u
@@ -24,11 +27,17 @@ static inline void ref_init(struct ref *ref, uint32_t magic)
 {
     ref->magic = magic;
     atomic_init(&ref->count, 1);
+    ref->process = os_process();
 }
 
 static inline int ref_is(const struct ref *ref, uint32_t magic)
 {
     return ref && ref->magic == magic;
+}
+
+static inline int ref_forked(const struct ref *ref)
+{
+    return ref->process != os_process();
 }
 
 static inline void ref_get(struct ref *ref)

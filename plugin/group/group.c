@@ -37,14 +37,16 @@ void group_hold(fsdp_group *group)
 void group_unhold(fsdp_group *group)
 {
     if (atomic_fetch_sub_explicit(&group->holds, 1, memory_order_acq_rel) != 1) return;
-    lane_destroy(&group->collectives);
-    lane_destroy(&group->messages);
+    if (!ref_forked(&group->ref)) { /* in a child they may look as if threads that it lacks waited on them */
+        lane_destroy(&group->collectives);
+        lane_destroy(&group->messages);
+    }
     mem_free(group);
 }
 
 fsdp_status group_usable(fsdp_group *group)
 {
-    if (os_forked())
+    if (ref_forked(&group->ref))
         return err(FSDP_ERR_FORKED, "group '%s' was made before fork(): a child process can't use it; make a group of its own",
                    group->name);
     return transport_status(group->transport);
@@ -88,7 +90,6 @@ static fsdp_status make(fsdp_store *store, const fsdp_group_options *options, in
 {
     fsdp_group *group = mem_alloc(sizeof *group);
     if (!group) return mem_none("a group", sizeof *group);
-    (void)os_forked(); /* sets the mark that children lack */
     ref_init(&group->ref, REF_GROUP);
     atomic_init(&group->holds, 1);
     group->rank = rank;
@@ -237,7 +238,7 @@ void group_abort(fsdp_group *group, const char *reason)
 
 static void leave(fsdp_group *group)
 {
-    if (!os_forked()) {
+    if (!ref_forked(&group->ref)) {
         lane_stop(&group->collectives);
         lane_stop(&group->messages);
     }
@@ -257,7 +258,7 @@ void group_release(fsdp_group *group)
 {
     if (!ref_put(&group->ref)) return;
     /* A completion callback runs on the thread that advances the lane, which can't wait for its own end. */
-    int own = !os_forked() && (lane_is_advanced_here(&group->collectives) || lane_is_advanced_here(&group->messages));
+    int own = !ref_forked(&group->ref) && (lane_is_advanced_here(&group->collectives) || lane_is_advanced_here(&group->messages));
     pthread_t thread;
     if (own && pthread_create(&thread, NULL, leave_elsewhere, group) == 0)
         pthread_detach(thread);

@@ -148,6 +148,7 @@ struct transport_setup {
 struct transport {
     const struct transport_ops *ops;
     int32_t rank, size;
+    uint32_t process;            /* os_process() of the one that made it */
     int32_t direct_read;         /* whether peers' memory can be read */
     int64_t segment_bytes;       /* shared memory of the group, but for regions */
     _Atomic uint64_t bytes_moved;

@@ -23,6 +23,7 @@ static fsdp_status self_create(const struct transport_setup *setup, struct trans
     if (!t) return mem_none("a group's transport", sizeof *t);
     t->base.ops = &transport_self;
     t->base.size = 1;
+    t->base.process = os_process();
     *out = &t->base;
     return FSDP_OK;
 }

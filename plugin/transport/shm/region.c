@@ -58,7 +58,7 @@ void shm_region_release(struct transport *base, struct region *region)
     struct shm *t = (struct shm *)base;
     os_unmap(region->shared, region->bytes);
     region->shared = NULL;
-    if (os_forked()) return;
+    if (base->process != os_process()) return;
     /* The last holder empties the range before it marks it free: rank 0 may use it again at once. */
     struct region_cell *cell = cell_of(t, region->cell);
     uint32_t holders = atomic_load_explicit(&cell->holders, memory_order_acquire);

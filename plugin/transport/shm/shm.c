@@ -331,6 +331,7 @@ static fsdp_status shm_create(const struct transport_setup *setup, struct transp
     if (!t) return mem_none("a group's transport", sizeof *t);
     t->base.ops = &transport_shm;
     t->base.rank = setup->rank;
+    t->base.process = os_process();
     t->base.size = setup->size;
     t->fd = t->liveness_keep = -1;
     for (int r = 0; r < SHM_MAX_RANKS; r++) t->liveness[r] = -1;
@@ -369,7 +370,7 @@ static void shm_destroy(struct transport *base)
 {
     struct shm *t = (struct shm *)base;
     if (t->segment) {
-        if (!os_forked()) {
+        if (base->process == os_process()) {
             atomic_store_explicit(&t->areas[base->rank].left, 1, memory_order_seq_cst);
             wake_all(t);
         }
