@@ -121,7 +121,8 @@ def uneven(group):
     ]
     assert taken.tolist() == expected
     for call, name in (
-        (lambda: group.all_gather(whole, whole, rows=[1] * (n + 1)), "rows"),
+        (lambda: group.all_gather(whole, whole, rows=[1] * (n + 1)), f"rows: {n + 1} entries"),
+        (lambda: group.all_gather(whole, whole, rows=[1] * (n - 1)), f"rows: {n - 1} entries"),
         (lambda: group.all_to_all(given, taken, in_rows=counts[0]), "out_rows"),
         (lambda: group.all_gather(whole, whole, rows=[0.5] * n), "rows"),
     ):
@@ -372,23 +373,26 @@ def asynchronous(group):
     works = [group.all_reduce(x, async_op=True) for _ in range(10)]
     works[-1].wait()
     assert x[0] == float(n) ** 10
-    # arrays that nobody else keeps live until the work is done
-    array = np.full(1000, float(rank))
-    alive = weakref.ref(array)
-    barrier_first = rank == 0
-    if barrier_first:
-        time.sleep(0.2)
-    work = group.all_reduce(array, async_op=True)
-    del array
-    gc.collect()
-    assert work.test() or alive() is not None
-    total = work.wait()
-    assert total[0] == total[-1] == n * (n - 1) / 2
-    # a Work that is dropped goes on
-    y = np.full(5, float(rank))
-    group.all_reduce(y, async_op=True)
-    group.barrier()
-    assert y[0] == n * (n - 1) / 2
+    # arrays that nobody else keeps live until the work is done, whether or not the Work is kept
+    for kept in (True, False):
+        given, out = np.full(1000, float(rank)), np.zeros(1000)
+        alive = weakref.ref(given)
+        if rank == 0:
+            time.sleep(0.3)
+        work = group.all_reduce(given, out, async_op=True)
+        del given
+        if not kept:
+            del work
+        gc.collect()
+        if rank:
+            assert out[0] == 0 and alive() is not None
+        group.barrier()  # behind it in the order
+        assert out[0] == out[-1] == n * (n - 1) / 2
+        if kept:
+            work.wait()
+        else:
+            group.barrier(async_op=True).wait()  # the next start lets go of what is complete
+        assert alive() is None
     # PENDING
     if rank == 0:
         time.sleep(0.5)
@@ -589,25 +593,26 @@ def raises(group):
     if group.rank == 1:
         time.sleep(0.2)
         raise RuntimeError("something of my own")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends this rank, but not before it has spoken
     try:
         group.barrier()
     except libfsdp.Aborted as error:
         print("told:", error, flush=True)
-        time.sleep(300)
 
 
 def test_an_exception_on_one_rank_reaches_the_others(ranks):
     done = ranks(2, raises, check=False, timeout=20)
     assert done.returncode == 1
-    assert "something of my own" in done.stderr
+    assert "something of my own" in done.stderr and "something of my own" in done.stdout
 
 
 UNCAUGHT = """
-import sys, time
+import signal, sys
 import libfsdp
 group = libfsdp.init(timeout=20)
 if group.rank == 1:
     raise RuntimeError("a bug of mine")
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 try:
     group.barrier()
 except libfsdp.Aborted as error:
@@ -625,6 +630,7 @@ def test_an_uncaught_exception_is_told_to_the_others(tmp_path):
     begin = time.monotonic()
     done = launch(2, path, options=["--grace", "5"])
     assert done.returncode in (1, 5)
+    assert "[0] told" in done.stdout, done.stderr
     assert time.monotonic() - begin < 8
 
 
@@ -641,7 +647,8 @@ if group.rank == 0:
         print("interrupted", flush=True)
         sys.exit(4)
 else:
-    import time
+    import signal, time
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     time.sleep(60)
 """
 
@@ -649,7 +656,7 @@ else:
 def test_ctrl_c_is_answered_while_waiting(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(CTRL_C)
-    command = [sys.executable, "-m", "libfsdp.run", "-n", "2", str(path)]
+    command = [sys.executable, "-m", "libfsdp.run", "-n", "2", "--grace", "1", str(path)]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
         try:
             assert job.stdout.readline() == "[0] ready\n"

@@ -136,7 +136,9 @@ sys.stdout.write("no newline")
 def test_lines_come_at_once(tmp_path):
     path = script(tmp_path, "import time; print('ready'); time.sleep(300)")
     command = [sys.executable, "-m", "libfsdp.run", "-n", "1", "--prefix", str(path)]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as launcher:
+    env = environment()
+    env.pop("PYTHONUNBUFFERED", None)
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as launcher:
         try:
             assert launcher.stdout.readline() == "[0] ready\n"
         finally:
@@ -253,6 +255,22 @@ def test_nothing_outlives_a_killed_launcher(tmp_path):
     launcher.kill()
     launcher.communicate()
     assert_gone(pids)
+
+
+def test_ranks_die_with_the_launcher_even_without_its_guard(tmp_path):
+    launcher, pids = start(tmp_path)
+    ranks, their_children = pids[0::2], pids[1::2]
+    try:
+        children = pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        (guard,) = set(map(int, children)) - set(ranks)
+        os.kill(guard, signal.SIGKILL)
+        launcher.kill()
+        assert_gone([guard, *ranks])
+    finally:
+        launcher.kill()
+        for pid in their_children:
+            os.kill(pid, signal.SIGKILL)
+        launcher.communicate()
 
 
 def test_a_closed_output_ends_the_job(tmp_path):

@@ -107,6 +107,8 @@ def iterations(group, private, reshard, divisor):
     first = model.unit("first", {name: whole[name] for name in ("even", "uneven", "none")}, frozen=["uneven"])
     second = Unit(model, "second", {name: whole[name] for name in ("one", "cube")})
     assert first["uneven"].grad is None and first["uneven"].frozen
+    mine = {name: my_rows(group, array) for name, array in whole.items()}
+    assert model.memory().gradients == sum(mine[name].nbytes for name in whole if name != "uneven")
     divide = divisor or n
 
     def gradient(name, who, turn):
@@ -124,6 +126,7 @@ def iterations(group, private, reshard, divisor):
                         same(param.full.numpy(), expected[param.name])
                     unit.post_forward()
                     assert unit.state == ("sharded" if reshard else "unsharded")
+                before = model.memory().reduced_bytes
                 for unit in (second, first):
                     unit.pre_backward()
                     for param in unit:
@@ -138,6 +141,8 @@ def iterations(group, private, reshard, divisor):
                     work = unit.post_backward(grads, async_op=turn == 1)
                     assert (work is None) == (turn != 1)
                 model.finish_backward()
+                reduced = model.memory().reduced_bytes - before
+                assert reduced == (sum(whole[name].nbytes for name in trained) if sync else 0)
             for name in trained:
                 for who in range(n):
                     if not (name == "one" and who == 0 and micro == 0):
@@ -160,7 +165,6 @@ def iterations(group, private, reshard, divisor):
                 np.testing.assert_allclose(param.full.numpy(), expected[param.name], rtol=1e-5, atol=1e-5)
                 expected[param.name] = param.full.numpy().copy()
             unit.reshard()
-    assert model.memory().reduced_bytes > 0
     group.barrier()
 
 

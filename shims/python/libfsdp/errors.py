@@ -40,14 +40,6 @@ class FsdpError(RuntimeError):
     def __str__(self):
         return self.message
 
-    def __reduce__(self):  # keeps the details when an exception crosses to another process
-        details = {"status": self.status, "operation": self.operation, "sequence": self.sequence, "ranks": self.ranks}
-        return _rebuild, (type(self), self.message, details)
-
-
-def _rebuild(kind, message, details):
-    return kind(message, **details)
-
 
 class InvalidArgument(FsdpError, ValueError):
     """An argument is wrong; the message names it. Nothing was done."""
