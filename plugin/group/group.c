@@ -49,7 +49,7 @@ fsdp_status group_usable(fsdp_group *group)
     if (ref_forked(&group->ref))
         return err(FSDP_ERR_FORKED, "group '%s' was made before fork(): a child process can't use it; make a group of its own",
                    group->name);
-    return transport_status(group->transport);
+    return group->transport->ops->status(group->transport);
 }
 
 struct deadline group_deadline(const fsdp_group *group, fsdp_op_kind kind, uint64_t sequence)

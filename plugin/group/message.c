@@ -10,7 +10,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#define SLEEP_NS 20000000
+#define CHECK_NS 20000000
 
 static fsdp_status self_mismatch(const struct message *m, const struct message *other)
 {
@@ -39,11 +39,20 @@ static fsdp_work *next_of(struct lane *lane, fsdp_work *work)
     return next;
 }
 
-/* A receive from this rank itself takes the oldest send of its tag. */
-static int take_own(struct lane *lane, fsdp_work *work, struct transit *transit)
+static const fsdp_work *last_of(struct lane *lane)
+{
+    pthread_mutex_lock(&lane->lock);
+    const fsdp_work *last = lane->tail;
+    pthread_mutex_unlock(&lane->lock);
+    return last;
+}
+
+/* A receive from this rank itself takes the oldest send of its tag, among works up to `last`: all receives of one round
+ * see the same sends. */
+static int take_own(struct lane *lane, fsdp_work *work, struct transit *transit, const fsdp_work *last)
 {
     struct message *m = &transit->message;
-    for (fsdp_work *other = next_of(lane, NULL); other; other = next_of(lane, other))
+    for (fsdp_work *other = next_of(lane, NULL); other; other = other == last ? NULL : next_of(lane, other))
         for (int32_t i = 0; i < other->n_transits; i++) {
             struct transit *sender = &other->transits[i];
             struct message *s = &sender->message;
@@ -62,7 +71,7 @@ static int take_own(struct lane *lane, fsdp_work *work, struct transit *transit)
 }
 
 /* One step of every message of a work; 1 when anything moved. */
-static int step_work(struct lane *lane, fsdp_work *work, char *stalled)
+static int step_work(struct lane *lane, fsdp_work *work, const fsdp_work *last, char *stalled)
 {
     fsdp_group *group = lane->group;
     struct transport *t = group->transport;
@@ -72,7 +81,8 @@ static int step_work(struct lane *lane, fsdp_work *work, char *stalled)
         struct message *m = &transit->message;
         if (transit->done) continue;
         int to_self = m->peer == group->rank;
-        if (!m->sending && (to_self || m->peer == FSDP_ANY_RANK) && m->stage == 0 && take_own(lane, work, transit)) {
+        if (!m->sending && (to_self || m->peer == FSDP_ANY_RANK) && m->stage == 0 &&
+            take_own(lane, work, transit, last)) {
             any = 1;
             continue;
         }
@@ -110,8 +120,8 @@ static void unlink_work(struct lane *lane, fsdp_work *work)
     pthread_mutex_unlock(&lane->lock);
 }
 
-/* Nothing moved for a while: find what would keep a work from ever going on. Its failure is the group's. */
-static void check_work(struct lane *lane, fsdp_work *work)
+/* Find what would keep a work from ever going on. Its failure is the group's. */
+static void check_work(struct lane *lane, fsdp_work *work, int64_t now)
 {
     struct transport *t = lane->group->transport;
     for (int32_t i = 0; i < work->n_transits; i++) {
@@ -121,13 +131,17 @@ static void check_work(struct lane *lane, fsdp_work *work)
         struct deadline deadline = work->deadline;
         deadline.kind = m->sending ? FSDP_OP_SEND : FSDP_OP_RECV;
         deadline.doing = call_kind_name(deadline.kind);
-        int32_t peer = m->peer == FSDP_ANY_RANK ? m->source : m->peer;
-        fsdp_status status = t->ops->message_check(t, m->stage || m->peer >= 0 ? peer : FSDP_ANY_RANK, deadline);
-        if (status == FSDP_OK && os_now_ns() >= deadline.at_ns) {
-            status = err(FSDP_ERR_TIMEOUT, "group '%s': timed out after %lld ms in %s %s rank %d, tag %d: the other side %s",
-                         lane->group->name, (long long)deadline.timeout_ms, deadline.doing, m->sending ? "to" : "from", m->peer,
-                         m->tag, m->stage ? "did not go on" : "has not called it");
-            err_operation(deadline.kind, 0, m->peer, -1);
+        fsdp_status status = t->ops->message_check(t, m, deadline);
+        if (status == FSDP_OK && now >= deadline.at_ns) {
+            char peer[24] = "any rank";
+            if (m->source >= 0) snprintf(peer, sizeof peer, "rank %d", m->source);
+            status = err(FSDP_ERR_TIMEOUT, "group '%s': timed out after %lld ms in %s %s %s, tag %d, on rank %d: %s",
+                         lane->group->name, (long long)deadline.timeout_ms, deadline.doing, m->sending ? "to" : "from", peer,
+                         m->tag, t->rank,
+                         m->sending  ? "the other side has not called recv, or did not go on"
+                         : m->stage ? "the other side did not go on"
+                                     : "the other side has not called send");
+            err_operation(deadline.kind, 0, m->source, -1);
             fsdp_error_info failure;
             err_save(&failure);
             transport_fail(t, &failure);
@@ -144,15 +158,20 @@ void messages_nudge(struct lane *lane)
 void messages_advance(struct lane *lane, fsdp_work *until)
 {
     struct transport *t = lane->group->transport;
-    int check = 0;
+    int64_t checked = os_now_ns();
     for (;;) {
         char stalled[256] = {0};
         uint32_t ticket = t->ops->message_ticket(t);
         int moved = 0, pending = 0;
-        for (fsdp_work *work = next_of(lane, NULL), *next; work; work = next) {
-            if (check) check_work(lane, work);
-            moved |= step_work(lane, work, stalled);
-            next = next_of(lane, work);
+        const fsdp_work *last = last_of(lane);
+        for (fsdp_work *work = next_of(lane, NULL); work; work = work == last ? NULL : next_of(lane, work))
+            moved |= step_work(lane, work, last, stalled);
+        /* By the clock, not when nothing moves: one message may be stuck while others flow. */
+        int64_t now = os_now_ns();
+        int failed = atomic_load_explicit(&t->failed, memory_order_acquire);
+        if (failed || now - checked >= CHECK_NS) {
+            for (fsdp_work *work = next_of(lane, NULL); work; work = next_of(lane, work)) check_work(lane, work, now);
+            checked = now;
         }
         for (fsdp_work *work = next_of(lane, NULL), *next; work; work = next) {
             next = next_of(lane, work);
@@ -166,7 +185,6 @@ void messages_advance(struct lane *lane, fsdp_work *until)
             if (ours) return;
         }
         if (!pending) return;
-        check = 0;
-        if (!moved) check = !t->ops->message_wait(t, ticket, SLEEP_NS);
+        if (!moved) t->ops->message_wait(t, ticket, CHECK_NS);
     }
 }

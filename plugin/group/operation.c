@@ -403,6 +403,7 @@ static fsdp_status check_overlaps(const struct call *calls, int32_t n)
 
 static fsdp_status build_messages(fsdp_work *work, const struct call *calls, int32_t n)
 {
+    work->deadline = group_deadline(work->group, calls[0].given->kind, 0);
     for (int32_t i = 0; i < n; i++) {
         struct transit *transit = &work->transits[i];
         const fsdp_collective *given = calls[i].given;

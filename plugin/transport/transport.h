@@ -118,7 +118,7 @@ struct message {
     char *data;
     /* the transport's: */
     int32_t stage;  /* 0: not begun; a send that is past it keeps its place among its peer's */
-    int32_t source; /* receiving: the rank whose message was taken */
+    int32_t source; /* the peer; receiving from any: the rank whose message was taken, or -1 */
     int32_t slot;
     size_t done;
 };
@@ -171,26 +171,29 @@ struct transport_ops {
 
     /* Advance one message without blocking: *done = 1 when complete, *moved = 1 when anything was achieved. */
     fsdp_status (*message_step)(struct transport *t, struct message *m, int *done, int *moved);
-    /* Sleep until something may have changed for this rank's messages, at most `most_ns`. `ticket` is from
-     * message_ticket, taken before the last round of steps. Returns 1 when something did change. */
+    /* message_ticket begins a round of steps: receives of one round see the same sends, so that a later one does not take
+     * what an earlier one has just missed. Sleep until something may have changed for this rank's messages, at most `most_ns`. `ticket` is from
+     * message_ticket, taken before the last round of steps. */
     uint32_t (*message_ticket)(struct transport *t);
     void (*message_nudge)(struct transport *t); /* end a message_wait, from any thread */
-    int (*message_wait)(struct transport *t, uint32_t ticket, int64_t most_ns);
-    /* What would keep a message with `peer` (FSDP_ANY_RANK: any) from ever going on. Fails the group. */
-    fsdp_status (*message_check)(struct transport *t, int32_t peer, struct deadline deadline);
+    void (*message_wait)(struct transport *t, uint32_t ticket, int64_t most_ns);
+    /* What would keep a message that is not complete from ever going on. Fails the group. */
+    fsdp_status (*message_check)(struct transport *t, const struct message *m, struct deadline deadline);
 
     /* Shared memory for full parameters, in two steps: the first rank reserves, all map what it reserved. */
     fsdp_status (*region_reserve)(struct transport *t, size_t bytes, struct region *out);
     fsdp_status (*region_map)(struct transport *t, struct region *region);
     void (*region_release)(struct transport *t, struct region *region);
 
+    /* FSDP_OK, or what ended the group, here or (as far as they have said so) on a peer. Cheap. */
+    fsdp_status (*status)(struct transport *t);
     /* Tell the peers that this rank's use of the group ended with the failure now recorded in t->failure. */
     void (*fail)(struct transport *t);
 };
 
 /* Record a failure once (the first stays) and tell the peers; from any thread. */
 void transport_fail(struct transport *t, const fsdp_error_info *info);
-/* FSDP_OK, or the recorded failure made this thread's error. */
+/* FSDP_OK, or the failure recorded here made this thread's error. */
 fsdp_status transport_status(struct transport *t);
 
 extern const struct transport_ops transport_self;

@@ -99,14 +99,13 @@ static void self_message_nudge(struct transport *base)
     os_futex_wake(&t->bell);
 }
 
-static int self_message_wait(struct transport *base, uint32_t ticket, int64_t most_ns)
+static void self_message_wait(struct transport *base, uint32_t ticket, int64_t most_ns)
 {
     struct self *t = (struct self *)base;
     os_futex_wait(&t->bell, ticket, most_ns);
-    return atomic_load_explicit(&t->bell, memory_order_acquire) != ticket;
 }
 
-static fsdp_status self_message_check(struct transport *base, int32_t peer, struct deadline deadline)
+static fsdp_status self_message_check(struct transport *base, const struct message *m, struct deadline deadline)
 {
     return transport_status(base);
 }
@@ -151,4 +150,5 @@ const struct transport_ops transport_self = {
     .region_reserve = self_region_reserve,
     .region_map = self_region_map,
     .region_release = self_region_release,
+    .status = transport_status,
 };

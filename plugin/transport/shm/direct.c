@@ -45,7 +45,7 @@ static fsdp_status read_from(struct shm *t, int rank, uint64_t address, void *to
         atomic_fetch_add_explicit(&t->base.bytes_moved, bytes, memory_order_relaxed);
         return FSDP_OK;
     }
-    TRY(shm_check(t, -1, NULL, 0, deadline)); /* its end is the likelier reason, and names it better */
+    TRY(shm_check_unreadable(t, deadline)); /* its end is the likelier reason, and names it better */
     err_sys(FSDP_ERR_SYSTEM, failed, "group '%s': reading %zu bytes of rank %d's memory in %s (operation %llu)", t->name, bytes,
             rank, deadline.doing, (unsigned long long)deadline.sequence);
     err_operation(deadline.kind, deadline.sequence, rank, -1);

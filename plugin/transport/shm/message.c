@@ -125,13 +125,22 @@ static fsdp_status send_step(struct shm *t, struct message *m, int *done, int *m
 
 /* ---- receiving */
 
-/* Of those that no message here is matched with yet. */
-static struct entry *oldest_posted(struct channel *channel, uint32_t matched, int32_t tag, int *slot)
+/* The oldest send of `tag` that no message here is matched with yet. All receives of one round see the same sends: one
+ * that is posted between the steps of two receives must not go to the second. */
+static struct entry *oldest_posted(struct shm *t, int source, int32_t tag, int *slot)
 {
+    struct channel *channel = channel_of(t, source, t->base.rank);
+    if (t->looked[source] != t->round) {
+        t->looked[source] = t->round;
+        t->posted[source] = 0;
+        for (int i = 0; i < SHM_MESSAGES; i++)
+            if (state_of(&channel->entries[i]) == ENTRY_POSTED) t->posted[source] |= 1u << i;
+    }
     struct entry *best = NULL;
-    for (int i = 0; i < SHM_MESSAGES; i++) {
+    for (uint32_t left = t->posted[source] & ~t->matched[source]; left; left &= left - 1) {
+        int i = __builtin_ctz(left);
         struct entry *entry = &channel->entries[i];
-        if ((matched >> i & 1) || state_of(entry) != ENTRY_POSTED || entry->tag != tag) continue;
+        if (entry->tag != tag) continue;
         if (best && (int32_t)(entry->order - best->order) >= 0) continue;
         best = entry;
         *slot = i;
@@ -149,6 +158,7 @@ static fsdp_status recv_finish(struct shm *t, struct message *m, struct entry *e
 
 static fsdp_status recv_take(struct shm *t, struct message *m, struct entry *entry, int *done, int *moved)
 {
+    t->posted[m->source] &= ~(1u << m->slot); /* the sender may free it and use it again within the round */
     /* Read once: the sender's bytes decide nothing but equality, and the copy below is of this rank's size. */
     int32_t type = entry->type;
     int64_t count = entry->count;
@@ -165,11 +175,12 @@ static fsdp_status recv_take(struct shm *t, struct message *m, struct entry *ent
     if (t->base.direct_read) {
         int failed = os_read_peer(t->pids[m->source], entry->address, m->data, m->bytes);
         if (failed == 0) {
+            TRY(shm_status(&t->base)); /* a sender whose group failed may have used its memory anew */
             atomic_fetch_add_explicit(&t->base.bytes_moved, m->bytes, memory_order_relaxed);
             return recv_finish(t, m, entry, ENTRY_DONE, done, moved);
         }
         struct deadline doing = {.doing = "recv", .kind = FSDP_OP_RECV};
-        TRY(shm_check(t, m->source, NULL, 0, doing));
+        TRY(shm_check_unreadable(t, doing));
         err_sys(FSDP_ERR_SYSTEM, failed, "reading %zu bytes of rank %d's memory in recv", m->bytes, m->source);
         return shm_fail_now(t, FSDP_ERR_SYSTEM);
     }
@@ -219,7 +230,7 @@ static fsdp_status recv_step(struct shm *t, struct message *m, int *done, int *m
     for (int r = 0; r < t->base.size; r++) {
         if (r == t->base.rank || (m->peer != FSDP_ANY_RANK && m->peer != r)) continue;
         int slot = 0;
-        struct entry *entry = oldest_posted(channel_of(t, r, t->base.rank), t->matched[r], m->tag, &slot);
+        struct entry *entry = oldest_posted(t, r, m->tag, &slot);
         if (!entry) continue;
         m->source = r;
         m->slot = slot;
@@ -239,7 +250,9 @@ fsdp_status shm_message_step(struct transport *base, struct message *m, int *don
 
 uint32_t shm_message_ticket(struct transport *base)
 {
-    return atomic_load_explicit(&((struct shm *)base)->areas[base->rank].bell.value, memory_order_seq_cst);
+    struct shm *t = (struct shm *)base;
+    t->round++;
+    return atomic_load_explicit(&t->areas[base->rank].bell.value, memory_order_seq_cst);
 }
 
 void shm_message_nudge(struct transport *base)
@@ -247,22 +260,34 @@ void shm_message_nudge(struct transport *base)
     ring((struct shm *)base, base->rank);
 }
 
-int shm_message_wait(struct transport *base, uint32_t ticket, int64_t most_ns)
+void shm_message_wait(struct transport *base, uint32_t ticket, int64_t most_ns)
 {
     struct shm *t = (struct shm *)base;
     struct word *bell = WORD(t, base->rank, bell);
     for (int64_t until = os_now_ns() + (t->spin_ns < most_ns ? t->spin_ns : most_ns); os_now_ns() < until;)
         for (int i = 0; i < 64; i++) {
-            if (atomic_load_explicit(&bell->value, memory_order_acquire) != ticket) return 1;
+            if (atomic_load_explicit(&bell->value, memory_order_acquire) != ticket) return;
             os_relax();
         }
     atomic_fetch_add_explicit(&bell->sleepers, 1, memory_order_seq_cst);
     os_futex_wait(&bell->value, ticket, most_ns);
     atomic_fetch_sub_explicit(&bell->sleepers, 1, memory_order_relaxed);
-    return atomic_load_explicit(&bell->value, memory_order_acquire) != ticket;
 }
 
-fsdp_status shm_message_check(struct transport *base, int32_t peer, struct deadline deadline)
+fsdp_status shm_message_check(struct transport *base, const struct message *m, struct deadline deadline)
 {
-    return shm_check((struct shm *)base, peer, NULL, 0, deadline);
+    struct shm *t = (struct shm *)base;
+    int gone = -1;
+    for (int r = 0; r < base->size; r++) {
+        if (r == base->rank || (m->source >= 0 && m->source != r)) continue;
+        gone = r;
+        if (!atomic_load_explicit(&t->areas[r].left, memory_order_acquire)) return shm_check(t, -1, NULL, 0, deadline);
+    }
+    if (gone < 0) return shm_status(base);
+    /* Whoever could serve it has released the group, which takes a rank to the end of its own messages first. */
+    if (m->sending && m->stage != STAGE_NEW) {
+        uint32_t state = state_of(&channel_of(t, base->rank, m->peer)->entries[m->slot]);
+        if (state == ENTRY_DONE || state == ENTRY_REFUSED) return FSDP_OK; /* the next step sees it */
+    }
+    return shm_lost_to_release(t, gone, deadline);
 }

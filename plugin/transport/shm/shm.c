@@ -402,7 +402,7 @@ static fsdp_status shm_exchange(struct transport *base, const struct call_header
                                 const struct transfer *transfer, struct deadline deadline)
 {
     struct shm *t = (struct shm *)base;
-    TRY(transport_status(base));
+    TRY(shm_status(base));
     t->route = shm_route(t, transfer);
     uint32_t number = t->sequence + 1;
     struct rank_area *area = &t->areas[base->rank];
@@ -477,5 +477,6 @@ const struct transport_ops transport_shm = {
     .region_reserve = shm_region_reserve,
     .region_map = shm_region_map,
     .region_release = shm_region_release,
+    .status = shm_status,
     .fail = shm_tell_failure,
 };

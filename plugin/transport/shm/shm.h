@@ -125,6 +125,9 @@ struct shm {
     uint32_t orders[SHM_MAX_RANKS];    /* sends to each rank so far */
     int32_t receiving[SHM_MAX_RANKS];  /* 1 while an entry of that source is TAKEN through its lane */
     uint32_t matched[SHM_MAX_RANKS];   /* a bit for each entry of that source that a message here waits to take */
+    uint32_t round;                    /* of steps: what was posted when a source was first looked at in one, */
+    uint32_t looked[SHM_MAX_RANKS];    /* the last round in which it was, */
+    uint32_t posted[SHM_MAX_RANKS];    /* is all that receives of this round may take; a bit for each entry */
 };
 
 enum route { ROUTE_NONE, ROUTE_INLINE, ROUTE_STAGE, ROUTE_DIRECT };
@@ -141,6 +144,12 @@ fsdp_status shm_wait(struct shm *t, struct word *word, uint32_t target, int rank
 /* What else would end a wait, looked at once. `rank` (-1: none) is the one waited for, until its `word` (or NULL) has
  * reached target. */
 fsdp_status shm_check(struct shm *t, int rank, struct word *word, uint32_t target, struct deadline deadline);
+/* The vtable's status: a failure recorded here, or a fault that a peer published. */
+fsdp_status shm_status(struct transport *base);
+/* The owner of a word has released the group, and so will never go on. Fails the group. */
+fsdp_status shm_lost_to_release(struct shm *t, int rank, struct deadline deadline);
+/* A peer's memory can't be read: it may be about to end, which takes a moment to show. */
+fsdp_status shm_check_unreadable(struct shm *t, struct deadline deadline);
 int shm_reached(struct word *word, uint32_t target);
 /* Record err's current failure as the group's and return its status. */
 fsdp_status shm_fail_now(struct shm *t, fsdp_status status);
@@ -172,8 +181,8 @@ int shm_receives(const struct shm *t, const struct transfer *transfer);
 fsdp_status shm_message_step(struct transport *base, struct message *m, int *done, int *moved);
 uint32_t shm_message_ticket(struct transport *base);
 void shm_message_nudge(struct transport *base);
-int shm_message_wait(struct transport *base, uint32_t ticket, int64_t most_ns);
-fsdp_status shm_message_check(struct transport *base, int32_t peer, struct deadline deadline);
+void shm_message_wait(struct transport *base, uint32_t ticket, int64_t most_ns);
+fsdp_status shm_message_check(struct transport *base, const struct message *m, struct deadline deadline);
 fsdp_status shm_region_reserve(struct transport *base, size_t bytes, struct region *out);
 fsdp_status shm_region_map(struct transport *base, struct region *region);
 void shm_region_release(struct transport *base, struct region *region);

@@ -14,9 +14,12 @@
 #include <sched.h>
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
 
 #define SLICE_FIRST_NS 2000000
 #define SLICE_MAX_NS 50000000
+#define SPIN_CHECK_NS 5000000
+#define UNREADABLE_MS 300 /* a process gives up its memory before it counts as ended */
 #define YIELDS 8
 
 void shm_wake(struct word *word)
@@ -53,28 +56,44 @@ static fsdp_status adopt_fault(struct shm *t)
         info.message[sizeof info.message - 1] = 0;
         int32_t culprit = info.status == FSDP_ERR_PEER_LOST || info.status == FSDP_ERR_TIMEOUT ? info.rank_a : r;
         if (info.status == FSDP_OK) info.status = FSDP_ERR_INTERNAL;
-        err(info.status, "rank %d reported: %s", r, info.message);
+        int passed_on = strncmp(info.message, "rank ", 5) == 0; /* r has it from another rank */
+        if (passed_on)
+            err(info.status, "%s", info.message);
+        else
+            err(info.status, "rank %d reported: %s", r, info.message);
         err_operation(info.operation, info.sequence, culprit, -1);
         return shm_fail_now(t, info.status);
     }
     return FSDP_OK;
 }
 
+fsdp_status shm_status(struct transport *base)
+{
+    struct shm *t = (struct shm *)base;
+    TRY(transport_status(base));
+    return atomic_load_explicit(&t->segment->faulted, memory_order_acquire) ? adopt_fault(t) : FSDP_OK;
+}
+
 static fsdp_status lost(struct shm *t, int rank, const char *how, struct deadline deadline)
 {
+    TRY(shm_status(&t->base)); /* what it said before it went counts for more */
     err(FSDP_ERR_PEER_LOST, "group '%s': rank %d (process %d) %s while rank %d was in %s (operation %llu)", t->name, rank,
         (int)t->pids[rank], how, t->base.rank, deadline.doing, (unsigned long long)deadline.sequence);
     err_operation(deadline.kind, deadline.sequence, rank, -1);
     return shm_fail_now(t, FSDP_ERR_PEER_LOST);
 }
 
+fsdp_status shm_lost_to_release(struct shm *t, int rank, struct deadline deadline)
+{
+    return lost(t, rank, "released the group", deadline);
+}
+
 fsdp_status shm_check(struct shm *t, int rank, struct word *word, uint32_t target, struct deadline deadline)
 {
-    TRY(transport_status(&t->base));
-    if (atomic_load_explicit(&t->segment->faulted, memory_order_acquire)) TRY(adopt_fault(t));
+    TRY(shm_status(&t->base));
     /* What the owner published before it left or ended still counts: look at the word after the mark. */
     if (rank >= 0 && rank != t->base.rank && atomic_load_explicit(&t->areas[rank].left, memory_order_acquire))
-        return word && shm_reached(word, target) ? FSDP_OK : lost(t, rank, "released the group", deadline);
+        return word && shm_reached(word, target) ? FSDP_OK : shm_lost_to_release(t, rank, deadline);
 
     struct pollfd polls[SHM_MAX_RANKS];
     for (int r = 0; r < t->base.size; r++)
@@ -83,9 +102,18 @@ fsdp_status shm_check(struct shm *t, int rank, struct word *word, uint32_t targe
     for (int r = 0; r < t->base.size; r++) {
         /* A rank that left in good order may end: that concerns only who waits for it. */
         if (!polls[r].revents || atomic_load_explicit(&t->areas[r].left, memory_order_acquire)) continue;
-        if (r == rank && word && shm_reached(word, target)) continue;
-        if (atomic_load_explicit(&t->segment->faulted, memory_order_acquire)) TRY(adopt_fault(t));
+        /* The others may be through, and r one that ended after it: then what is waited for is there by now. */
+        if (word && shm_reached(word, target)) return FSDP_OK;
         return lost(t, r, "has ended", deadline);
+    }
+    return FSDP_OK;
+}
+
+fsdp_status shm_check_unreadable(struct shm *t, struct deadline deadline)
+{
+    for (int ms = 0; ms < UNREADABLE_MS; ms++) {
+        TRY(shm_check(t, -1, NULL, 0, deadline));
+        nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
     }
     return FSDP_OK;
 }
@@ -118,13 +146,18 @@ fsdp_status shm_wait(struct shm *t, struct word *word, uint32_t target, int rank
     if (shm_reached(word, target)) return FSDP_OK;
 
     if (t->spin_ns > 0) {
-        int64_t until = os_now_ns() + t->spin_ns;
+        int64_t now = os_now_ns(), until = now + t->spin_ns, look = now + SPIN_CHECK_NS;
         do {
             for (int i = 0; i < 64; i++) {
                 if (shm_reached(word, target)) return FSDP_OK;
                 os_relax();
             }
-        } while (os_now_ns() < until);
+            now = os_now_ns();
+            if (now < look) continue;
+            TRY(shm_check(t, rank, word, target, deadline)); /* who spins for long watches, too */
+            if (now >= deadline.at_ns) return timed_out(t, word, target, rank, deadline);
+            look = now + SPIN_CHECK_NS;
+        } while (now < until);
     } else {
         for (int i = 0; i < YIELDS; i++) {
             sched_yield();
