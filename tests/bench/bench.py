@@ -257,13 +257,16 @@ class Row:
                 fleet.pin(False)
 
     def _choose_repetitions(self, contender):
+        """By this process's clock: a repetition may have parts that don't count."""
         repetitions = 1
         while True:
-            one = contender.turn(repetitions)
-            if one * repetitions >= self.turn_s / 4 or repetitions >= 1 << 16:
+            begin = time.monotonic()
+            contender.turn(repetitions)
+            took = time.monotonic() - begin
+            if took >= self.turn_s / 4 or repetitions >= 1 << 16:
                 break
             repetitions *= 4
-        contender.repetitions = max(1, min(1 << 17, round(self.turn_s / max(one, 1e-9))))
+        contender.repetitions = max(1, round(repetitions * self.turn_s / took))
 
     def ratio(self, label, other):
         """How many times as long `label` takes as `other`."""
