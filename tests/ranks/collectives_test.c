@@ -352,12 +352,12 @@ static void one_rounding(struct rank *r)
 {
     const struct setting *s = r->argument;
     fsdp_group *group = rank_group(r, s->route, s->staging);
-    static uint16_t in[RANKS_MAX][5000], out[5000];
+    static _Thread_local uint16_t in[RANKS_MAX * 5000], out[5000];
     for (int count = 3; count <= 5000; count = count * 10 + 7) {
         for (int large_one = 0; large_one < r->size; large_one++) {
             int64_t whole[] = {r->size, count}, part[] = {count};
             for (int n = 0; n < r->size; n++)
-                for (int i = 0; i < count; i++) in[0][n * count + i] = bf16(r->rank == large_one ? 256 : 1);
+                for (int i = 0; i < count; i++) in[n * count + i] = bf16(r->rank == large_one ? 256 : 1);
             DLTensor a = {.data = in,
                           .device = {kDLCPU, 0},
                           .ndim = 2,
@@ -374,7 +374,7 @@ static void one_rounding(struct rank *r)
         }
         /* The sum is above f16's range, the mean is not. */
         int64_t part[] = {count};
-        for (int i = 0; i < count; i++) in[0][i] = f16(40000);
+        for (int i = 0; i < count; i++) in[i] = f16(40000);
         DLTensor a = {.data = in,
                       .device = {kDLCPU, 0},
                       .ndim = 1,

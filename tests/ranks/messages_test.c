@@ -154,7 +154,7 @@ Test(messages, of_different_tags_may_be_received_in_any_order)
 static void many(struct rank *r)
 {
     fsdp_group *group = make_group(r);
-    static struct letter sent[OUTSTANDING], got[OUTSTANDING];
+    static _Thread_local struct letter sent[OUTSTANDING], got[OUTSTANDING];
     fsdp_work *sending[OUTSTANDING], *receiving[OUTSTANDING];
     int other = 1 - r->rank;
     for (int first = 0; first < 2; first++) { /* receives first, then sends first */
@@ -245,7 +245,7 @@ static void to_oneself(struct rank *r)
     }
     /* Receives that wait keep their order while sends come one by one. */
     for (int round = 0; round < 20; round++) {
-        static struct letter got[30], sent[30];
+        static _Thread_local struct letter got[30], sent[30];
         fsdp_work *receiving[30], *sending[30];
         for (int i = 0; i < 30; i++)
             OK(fsdp_recv(group, &incoming(&got[i], r->rank, r->rank, i, 100 + i)->dl,
@@ -335,8 +335,8 @@ static void storm(struct rank *r)
 {
     fsdp_group *group = make_group(r);
     uint64_t state = 4711;
-    static struct letter letters[400];
-    static fsdp_collective calls[400];
+    static _Thread_local struct letter letters[400];
+    static _Thread_local fsdp_collective calls[400];
     for (int round = 0; round < (SANITIZED ? 4 : 15); round++) {
         int n = 0, in_call = (int)(job_bits(&state) % 2);
         fsdp_work *works[400];

@@ -83,8 +83,8 @@ static void until(struct count *count, int calls)
 static void in_any_order(struct rank *r)
 {
     fsdp_group *group = make_group(r);
-    static struct job_run runs[QUEUED];
-    static struct count done[QUEUED], deleted[QUEUED];
+    static _Thread_local struct job_run runs[QUEUED];
+    static _Thread_local struct count done[QUEUED], deleted[QUEUED];
     fsdp_work *works[QUEUED];
     uint64_t state = 77;
     for (int i = 0; i < QUEUED; i++) {
@@ -294,8 +294,8 @@ Test(queue, the_last_reference_may_be_dropped_in_a_callback_on_a_waiting_thread)
 static void many_in_one(struct rank *r)
 {
     fsdp_group *group = make_group(r);
-    static struct job_run runs[MANY];
-    static fsdp_collective calls[MANY];
+    static _Thread_local struct job_run runs[MANY];
+    static _Thread_local fsdp_collective calls[MANY];
     uint64_t state = 1234;
     for (int round = 0; round < (SANITIZED ? 20 : 60); round++) {
         int n = (int)(job_bits(&state) % (MANY + 1)), alike = (int)(job_bits(&state) % 2);
@@ -464,7 +464,7 @@ static void colors(struct rank *r)
     }
     /* Queued on all at once; waited for in the opposite order. */
     fsdp_group *groups[] = {all, half, pair, reversed, quarter, alone};
-    static struct job_run runs[6][4];
+    static _Thread_local struct job_run runs[6][4];
     fsdp_work *works[6][4];
     for (int i = 0; i < 4; i++)
         for (int g = 0; g < 6; g++) {
@@ -543,7 +543,7 @@ static void at_random(struct rank *r)
 {
     const struct choice *c = r->argument;
     fsdp_group *group = rank_group(r, c->way, c->staging);
-    static struct job_run runs[16];
+    static _Thread_local struct job_run runs[16];
     uint64_t state = c->seed;
     for (int left = SANITIZED ? 150 : 700; left > 0;) {
         int n = 1 + (int)(job_bits(&state) % 8), how = (int)(job_bits(&state) % 4);
