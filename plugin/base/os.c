@@ -9,6 +9,7 @@
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/ioctl.h>
@@ -100,6 +101,42 @@ int os_is_dead(int liveness_fd)
 {
     struct pollfd p = {.fd = liveness_fd, .events = POLLIN};
     return poll(&p, 1, 0) == 1 && p.revents != 0;
+}
+
+int os_process_ended(pid_t pid)
+{
+#ifdef SYS_pidfd_open
+    int fd = (int)syscall(SYS_pidfd_open, pid, 0);
+    if (fd >= 0) {
+        int dead = os_is_dead(fd);
+        close(fd);
+        return dead;
+    }
+#endif
+    return kill(pid, 0) != 0 && errno == ESRCH;
+}
+
+uint32_t os_pid_namespace(void)
+{
+    struct stat st;
+    return stat("/proc/self/ns/pid", &st) == 0 ? (uint32_t)st.st_ino : 0;
+}
+
+fsdp_status os_descriptors_check(int n, const char *what)
+{
+    int fds[1024], got = 0, failed = 0;
+    if (n > 1024) n = 1024;
+    while (got < n && !failed) {
+        int fd = open("/", O_PATH | O_CLOEXEC);
+        if (fd >= 0)
+            fds[got++] = fd;
+        else
+            failed = errno;
+    }
+    for (int i = 0; i < got; i++) close(fds[i]);
+    if (!failed) return FSDP_OK;
+    return err_sys(FSDP_ERR_SYSTEM, failed, "%s needs %d file descriptors, but there is room for %d: raise `ulimit -n`", what, n,
+                   got);
 }
 
 int os_read_peer(pid_t pid, uint64_t address, void *to, size_t bytes)

@@ -38,6 +38,11 @@ uint32_t os_process(void);
  * hold open until then (-1: none). */
 fsdp_status os_liveness_fd(int *fd, int *keep);
 int os_is_dead(int liveness_fd);
+/* 1 when the process is known to have ended, whether its parent has noticed or not. */
+int os_process_ended(pid_t pid);
+uint32_t os_pid_namespace(void); /* pids mean the same to processes with equal numbers */
+/* Whether `n` more descriptors can be opened. */
+fsdp_status os_descriptors_check(int n, const char *what);
 
 /* Copy from another process's memory. 0 when all bytes were read, else an errno. */
 int os_read_peer(pid_t pid, uint64_t address, void *to, size_t bytes);
@@ -80,7 +85,8 @@ fsdp_status os_connect(const char *name, int64_t deadline, int *fd);
 /* The process at the other end: its pid as seen from here (0: in no namespace of ours) and its user. */
 fsdp_status os_peer_credentials(int fd, pid_t *pid, uid_t *uid);
 /* One message of exactly `bytes` with n_fds descriptors. Receiving wants exactly that, else RENDEZVOUS; where `got` is not
- * NULL, a message without any descriptor is taken too, and *got says how many there were. */
+ * NULL, a shorter message without any descriptor is taken too, and *got says how many there were. A peer that has gone:
+ * PEER_LOST. */
 fsdp_status os_send_fds(int fd, const void *data, size_t bytes, const int *fds, int n_fds);
 fsdp_status os_recv_fds(int fd, void *data, size_t bytes, int *fds, int n_fds, int *got,
                         int64_t deadline);

@@ -82,11 +82,10 @@ fsdp_status os_connect(const char *name, int64_t deadline, int *out)
         }
         int failed = errno;
         close(fd);
-        /* EAGAIN: the backlog is full. Anything else is final: the listener exists before its name is told. */
+        /* EAGAIN: the backlog is full. The listener exists before its name is told: refused means that it has gone. */
+        if (failed == ECONNREFUSED) return err(FSDP_ERR_PEER_LOST, "the first rank's socket '%s' has gone", name);
         if (failed != EAGAIN && failed != EINTR)
-            return err_sys(FSDP_ERR_RENDEZVOUS, failed,
-                           "can't connect to the first rank's socket '%s': it has ended or lives in another network namespace",
-                           name);
+            return err_sys(FSDP_ERR_SYSTEM, failed, "can't connect to the first rank's socket '%s'", name);
         if (os_now_ns() > deadline) return err(FSDP_ERR_TIMEOUT, "timed out connecting to the first rank's socket '%s'", name);
         nanosleep(&(struct timespec){.tv_nsec = 2000000}, NULL);
     }
@@ -125,7 +124,9 @@ fsdp_status os_send_fds(int fd, const void *data, size_t bytes, const int *fds, 
     ssize_t n;
     do n = sendmsg(fd, &message, MSG_NOSIGNAL);
     while (n < 0 && errno == EINTR);
-    if (n < 0) return err_sys(FSDP_ERR_RENDEZVOUS, errno, "sending to another rank while making the group");
+    if (n < 0)
+        return err_sys(errno == EPIPE || errno == ECONNRESET ? FSDP_ERR_PEER_LOST : FSDP_ERR_SYSTEM, errno,
+                       "sending to another rank while making the group");
     return FSDP_OK;
 }
 
@@ -143,7 +144,9 @@ fsdp_status os_recv_fds(int fd, void *data, size_t bytes, int *fds, int n_fds, i
     ssize_t n;
     do n = recvmsg(fd, &message, MSG_CMSG_CLOEXEC);
     while (n < 0 && errno == EINTR);
-    if (n < 0) return err_sys(FSDP_ERR_RENDEZVOUS, errno, "receiving from another rank while making the group");
+    if (n < 0)
+        return err_sys(errno == ECONNRESET ? FSDP_ERR_PEER_LOST : FSDP_ERR_SYSTEM, errno,
+                       "receiving from another rank while making the group");
 
     int count = 0, all[MAX_FDS];
     for (struct cmsghdr *c = CMSG_FIRSTHDR(&message); c; c = CMSG_NXTHDR(&message, c)) {
@@ -153,16 +156,18 @@ fsdp_status os_recv_fds(int fd, void *data, size_t bytes, int *fds, int n_fds, i
         memcpy(all + count, CMSG_DATA(c), sizeof(int) * (size_t)more);
         count += more;
     }
-    int fits = count == n_fds || (got && count == 0);
-    if ((size_t)n != bytes || !fits || (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC))) {
+    int fits = (count == n_fds && (size_t)n == bytes) || (got && count == 0 && n > 0);
+    if (!fits || (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC))) {
         for (int i = 0; i < count; i++) close(all[i]);
         if (n == 0) return err(FSDP_ERR_PEER_LOST, "a rank ended while the group was being made");
+        if (message.msg_flags & MSG_CTRUNC)
+            return err(FSDP_ERR_SYSTEM, "no room for %d more file descriptors: raise `ulimit -n`", n_fds);
         return err(FSDP_ERR_RENDEZVOUS,
                    "unexpected message while making the group (%zd bytes, %d descriptors; wanted %zu and %d): do all ranks load "
                    "the same libfsdp?",
                    n, count, bytes, n_fds);
     }
-    memcpy(fds, all, sizeof(int) * (size_t)count);
+    if (count) memcpy(fds, all, sizeof(int) * (size_t)count);
     if (got) *got = count;
     return FSDP_OK;
 }

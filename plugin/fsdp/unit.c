@@ -267,6 +267,8 @@ static fsdp_status make_shared(fsdp_unit *unit)
         region.offset = first.offset;
         region.bytes = first.bytes;
     }
+    if (status == FSDP_OK && region.bytes < unit->full_bytes)
+        status = err(FSDP_ERR_INTERNAL, "rank 0 reserved %zu bytes for unit '%s', not %zu", region.bytes, unit->name, unit->full_bytes);
     int held = status == FSDP_OK || reserved; /* every rank holds the region from its reservation on */
     if (status == FSDP_OK) {
         status = map_region(unit, &region);

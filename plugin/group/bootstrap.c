@@ -11,7 +11,7 @@ fsdp_status bootstrap_store(void *context, const void *in, size_t bytes, void *o
 {
     struct bootstrap *b = context;
     char key[96];
-    snprintf(key, sizeof key, "group%lld/%d/%d", (long long)b->number, b->round, b->rank);
+    snprintf(key, sizeof key, "fsdp/group%lld/%d/%d", (long long)b->number, b->round, b->rank);
     TRY(store_set(b->store, key, in, bytes));
     for (int r = 0; r < b->size; r++) {
         char *to = (char *)out + (size_t)r * bytes;
@@ -19,9 +19,10 @@ fsdp_status bootstrap_store(void *context, const void *in, size_t bytes, void *o
             memcpy(to, in, bytes);
             continue;
         }
-        snprintf(key, sizeof key, "group%lld/%d/%d", (long long)b->number, b->round, r);
+        snprintf(key, sizeof key, "fsdp/group%lld/%d/%d", (long long)b->number, b->round, r);
         size_t got = 0;
-        fsdp_status status = store_get(b->store, key, to, bytes, &got);
+        int64_t left = (b->deadline_ns - os_now_ns()) / 1000000;
+        fsdp_status status = store_get_within(b->store, key, to, bytes, &got, left > 0 ? left : 0);
         if (status != FSDP_OK) return err_prefix(status, "making group '%s', waiting for rank %d: ", b->name, r);
         if (got != bytes)
             return err(FSDP_ERR_RENDEZVOUS, "group '%s': rank %d sent %zu bytes, not %zu: do all ranks load the same libfsdp?",

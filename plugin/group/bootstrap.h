@@ -9,6 +9,7 @@ struct bootstrap {
     int32_t rank, size; /* in the new group */
     int64_t number;     /* of the group among its store's or parent's */
     fsdp_store *store;
+    int64_t deadline_ns; /* for the store, os_now_ns() */
     int32_t round;
     fsdp_group *parent;
     const int32_t *parent_ranks; /* of the new group's ranks */

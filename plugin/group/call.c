@@ -49,18 +49,22 @@ static void call_text(const struct call_header *h, const char *payload, char tex
 fsdp_status call_compare(fsdp_group *group)
 {
     struct transport *t = group->transport;
-    const struct call_header *first = t->ops->header_of(t, 0);
+    const struct call_header *mine = t->ops->header_of(t, group->rank);
     for (int r = 1; r < group->size; r++) {
-        const struct call_header *other = t->ops->header_of(t, r);
-        if (memcmp(first, other, sizeof *first) == 0) continue;
+        /* Copies: a peer gone wild must not change between a check and a use. */
+        struct call_header first = *t->ops->header_of(t, 0), other = *t->ops->header_of(t, r);
+        if (memcmp(&first, &other, sizeof first) == 0) continue;
         char a[CALL_TEXT], b[CALL_TEXT];
-        call_text(first, t->ops->payload_of(t, 0), a);
-        call_text(other, t->ops->payload_of(t, r), b);
-        const char *why = strcmp(a, b) != 0 ? "" : " (they differ in shapes, rows or names)";
+        call_text(&first, t->ops->payload_of(t, 0), a);
+        call_text(&other, t->ops->payload_of(t, r), b);
+        int unit = first.kind >= FSDP_OP_UNSHARD && first.kind <= FSDP_OP_CREATE_UNIT;
+        const char *why = strcmp(a, b) != 0 ? ""
+                          : unit            ? " (their parameters differ in names, shapes, dtypes or frozen flags)"
+                                            : " (they differ in shapes or rows)";
         err(FSDP_ERR_MISMATCH, "group '%s', operation %llu: rank 0 called %s, rank %d called %s%s: all ranks must make the same "
                                "calls in the same order",
-            group->name, (unsigned long long)first->sequence, a, r, b, why);
-        err_operation(t->ops->header_of(t, group->rank)->kind, first->sequence, 0, r);
+            group->name, (unsigned long long)mine->sequence, a, r, b, why);
+        err_operation(mine->kind, mine->sequence, 0, r);
         return FSDP_ERR_MISMATCH;
     }
     return FSDP_OK;

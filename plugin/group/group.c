@@ -13,6 +13,7 @@
 #include <string.h>
 
 #define TIMEOUT_MS 600000
+#define TIMEOUT_MOST_MS 1000000000000 /* 30 years: as nanoseconds it still fits */
 #define STAGING_BYTES (1 << 20)
 #define STAGING_MIN (64 << 10)
 #define STAGING_MAX (256 << 20)
@@ -95,6 +96,7 @@ static fsdp_status make(fsdp_store *store, const fsdp_group_options *options, in
     group->rank = rank;
     group->size = size;
     group->timeout_ms = options->timeout_ms ? options->timeout_ms : TIMEOUT_MS;
+    if (group->timeout_ms > TIMEOUT_MOST_MS) group->timeout_ms = TIMEOUT_MOST_MS;
     group->options = *options;
     group->options.name = group->options.transport = NULL;
     if (options->name)
@@ -102,6 +104,7 @@ static fsdp_status make(fsdp_store *store, const fsdp_group_options *options, in
     else
         snprintf(group->name, sizeof group->name, "group%lld", atomic_fetch_add(&groups_made, 1));
     bootstrap->name = group->name;
+    bootstrap->deadline_ns = os_now_ns() + group->timeout_ms * 1000000;
     lane_init(&group->collectives, group, collectives_advance, NULL);
     lane_init(&group->messages, group, messages_advance, messages_nudge);
 
@@ -149,6 +152,19 @@ fsdp_status group_create(fsdp_store *store, const fsdp_group_options *given, fsd
     return make(store, &options, rank, size, bootstrap_store, &bootstrap, out);
 }
 
+/* What options leave at zero is as the parent's. */
+static void inherit(fsdp_group_options *options, fsdp_group *parent, char *name, size_t size)
+{
+    const fsdp_group_options *from = &parent->options;
+    if (!options->timeout_ms) options->timeout_ms = from->timeout_ms;
+    if (!options->staging_bytes) options->staging_bytes = from->staging_bytes;
+    if (!options->direct_read) options->direct_read = from->direct_read;
+    if (!options->spin_us) options->spin_us = from->spin_us;
+    if (options->name) return;
+    snprintf(name, size, "%s/%llu", parent->name, (unsigned long long)parent->splits++);
+    if (strlen(name) < GROUP_NAME) options->name = name;
+}
+
 struct seat {
     int32_t color, key;
 };
@@ -158,7 +174,8 @@ fsdp_status group_split(fsdp_group *parent, int32_t color, int32_t key, const fs
     CHECK_ARG(color >= -1, "color is %d: 0 or above, or -1 to take part in no group", color);
     fsdp_group_options options = given ? *given : parent->options;
     TRY(options_check(&options, 1)); /* the size is not known yet; "self" is checked again below */
-    if (given) options_from_environment(&options);
+    char name[GROUP_NAME + 24];
+    inherit(&options, parent, name, sizeof name);
 
     struct seat mine = {color, key}, *seats = mem_array((size_t)parent->size, sizeof *seats);
     int32_t *ranks = mem_array((size_t)parent->size, sizeof *ranks);
@@ -230,6 +247,7 @@ void group_abort(fsdp_group *group, const char *reason)
 {
     err(FSDP_ERR_ABORTED, "group '%s' was aborted by rank %d: %s", group->name, group->rank,
         reason && *reason ? reason : "no reason given");
+    err_operation(FSDP_OP_NONE, 0, group->rank, -1);
     fsdp_error_info info;
     err_save(&info);
     transport_fail(group->transport, &info);

@@ -14,15 +14,15 @@ struct callback {
     fsdp_store_callbacks host; /* never changes */
 };
 
-static fsdp_status outcome(const struct callback *self, int32_t code, const char *function, const char *key)
+static fsdp_status outcome(int64_t timeout_ms, int32_t code, const char *function, const char *key)
 {
     if (code == 0) return FSDP_OK;
     if (code == 1)
         return err(
             FSDP_ERR_TIMEOUT,
-            "the host's store callback %s('%s') reported that its time is up (the store's timeout is %" PRId64
+            "the host's store callback %s('%s') reported that its time is up (it was given %" PRId64
             " ms): a rank may be missing",
-            function, key, self->timeout_ms);
+            function, key, timeout_ms);
     return err(FSDP_ERR_CALLBACK,
                "the host's store callback %s('%s') failed with %" PRId32 ": look at the host's own log",
                function, key, code);
@@ -31,15 +31,15 @@ static fsdp_status outcome(const struct callback *self, int32_t code, const char
 static fsdp_status callback_set(struct store_backend *base, const char *key, const void *value, size_t bytes)
 {
     struct callback *self = (struct callback *)base;
-    return outcome(self, self->host.set(self->host.user, key, value, bytes), "set", key);
+    return outcome(self->timeout_ms, self->host.set(self->host.user, key, value, bytes), "set", key);
 }
 
 static fsdp_status callback_get(struct store_backend *base, const char *key, void *buffer, size_t capacity,
-                                size_t *bytes)
+                                size_t *bytes, int64_t timeout_ms)
 {
     struct callback *self = (struct callback *)base;
     size_t have = 0;
-    int32_t code = self->host.get(self->host.user, key, buffer, capacity, &have, self->timeout_ms);
+    int32_t code = self->host.get(self->host.user, key, buffer, capacity, &have, timeout_ms);
     if (code != 1 && have > capacity) {
         if (code == 0)
             return err(FSDP_ERR_CALLBACK,
@@ -49,7 +49,7 @@ static fsdp_status callback_get(struct store_backend *base, const char *key, voi
         *bytes = have;
         return store_err_too_large(key, have, capacity);
     }
-    TRY(outcome(self, code, "get", key));
+    TRY(outcome(timeout_ms, code, "get", key));
     *bytes = have;
     return FSDP_OK;
 }
@@ -58,7 +58,7 @@ static fsdp_status callback_add(struct store_backend *base, const char *key, int
 {
     struct callback *self = (struct callback *)base;
     int64_t sum = 0;
-    TRY(outcome(self, self->host.add(self->host.user, key, amount, &sum), "add", key));
+    TRY(outcome(self->timeout_ms, self->host.add(self->host.user, key, amount, &sum), "add", key));
     *result = sum;
     return FSDP_OK;
 }
@@ -66,7 +66,7 @@ static fsdp_status callback_add(struct store_backend *base, const char *key, int
 static fsdp_status callback_wait(struct store_backend *base, const char *key)
 {
     struct callback *self = (struct callback *)base;
-    return outcome(self, self->host.wait(self->host.user, key, self->timeout_ms), "wait", key);
+    return outcome(self->timeout_ms, self->host.wait(self->host.user, key, self->timeout_ms), "wait", key);
 }
 
 static void callback_close(struct store_backend *base)

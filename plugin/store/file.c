@@ -418,29 +418,30 @@ static fsdp_status look(struct file_store *self, const char *key, int64_t deadli
 }
 
 static fsdp_status read_key(struct file_store *self, const char *key, void *buffer, size_t capacity,
-                            size_t *bytes)
+                            size_t *bytes, int64_t timeout_ms)
 {
-    int64_t deadline = store_deadline(self->config.timeout_ms);
+    int64_t deadline = store_deadline(timeout_ms);
     for (int64_t pause = 1;; pause = pause < 10 ? pause + 1 : 10) {
         int found = 0;
         pthread_mutex_lock(&self->lock);
         fsdp_status status = look(self, key, deadline, buffer, capacity, bytes, &found);
         pthread_mutex_unlock(&self->lock);
         if (status != FSDP_OK || found) return status;
-        if (store_now_ms() >= deadline) return store_err_key_timeout(key, self->config.timeout_ms);
+        if (store_now_ms() >= deadline) return store_err_key_timeout(key, timeout_ms);
         store_sleep_ms(pause);
     }
 }
 
 static fsdp_status file_get(struct store_backend *base, const char *key, void *buffer, size_t capacity,
-                            size_t *bytes)
+                            size_t *bytes, int64_t timeout_ms)
 {
-    return read_key((struct file_store *)base, key, buffer, capacity, bytes);
+    return read_key((struct file_store *)base, key, buffer, capacity, bytes, timeout_ms);
 }
 
 static fsdp_status file_wait(struct store_backend *base, const char *key)
 {
-    return read_key((struct file_store *)base, key, NULL, 0, NULL);
+    struct file_store *self = (struct file_store *)base;
+    return read_key(self, key, NULL, 0, NULL, self->config.timeout_ms);
 }
 
 static const struct store_backend_ops file_ops = {

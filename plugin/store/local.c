@@ -27,9 +27,9 @@ static fsdp_status local_set(struct store_backend *base, const char *key, const 
 
 /* With no buffer it only waits. */
 static fsdp_status local_read(struct local *self, const char *key, void *buffer, size_t capacity,
-                              size_t *bytes)
+                              size_t *bytes, int64_t timeout_ms)
 {
-    int64_t deadline = store_deadline(self->timeout_ms);
+    int64_t deadline = store_deadline(timeout_ms);
     struct timespec until = {.tv_sec = (time_t)(deadline / 1000),
                              .tv_nsec = (long)(deadline % 1000) * 1000000};
     const void *value;
@@ -39,7 +39,7 @@ static fsdp_status local_read(struct local *self, const char *key, void *buffer,
     pthread_mutex_lock(&self->lock);
     while (!store_table_get(&self->table, key, strlen(key), &value, &have)) {
         if (store_now_ms() >= deadline) {
-            status = store_err_key_timeout(key, self->timeout_ms);
+            status = store_err_key_timeout(key, timeout_ms);
             break;
         }
         pthread_cond_timedwait(&self->changed, &self->lock, &until);
@@ -56,14 +56,15 @@ static fsdp_status local_read(struct local *self, const char *key, void *buffer,
 }
 
 static fsdp_status local_get(struct store_backend *base, const char *key, void *buffer, size_t capacity,
-                             size_t *bytes)
+                             size_t *bytes, int64_t timeout_ms)
 {
-    return local_read((struct local *)base, key, buffer, capacity, bytes);
+    return local_read((struct local *)base, key, buffer, capacity, bytes, timeout_ms);
 }
 
 static fsdp_status local_wait(struct store_backend *base, const char *key)
 {
-    return local_read((struct local *)base, key, NULL, 0, NULL);
+    struct local *self = (struct local *)base;
+    return local_read(self, key, NULL, 0, NULL, self->timeout_ms);
 }
 
 static fsdp_status local_add(struct store_backend *base, const char *key, int64_t amount, int64_t *result)

@@ -220,10 +220,17 @@ fsdp_status store_set(fsdp_store *store, const char *key, const void *value, siz
 
 fsdp_status store_get(fsdp_store *store, const char *key, void *buffer, size_t capacity, size_t *bytes)
 {
+    return store_get_within(store, key, buffer, capacity, bytes, store->timeout_ms);
+}
+
+fsdp_status store_get_within(fsdp_store *store, const char *key, void *buffer, size_t capacity, size_t *bytes,
+                             int64_t timeout_ms)
+{
+    if (timeout_ms > store->timeout_ms) timeout_ms = store->timeout_ms;
     CHECK_ARG(buffer || capacity == 0, "buffer is NULL but capacity is %zu", capacity);
     CHECK_ARG(bytes, "bytes is NULL");
     TRY(enter(store, key));
-    return leave(store, store->backend->ops->get(store->backend, key, buffer, capacity, bytes));
+    return leave(store, store->backend->ops->get(store->backend, key, buffer, capacity, bytes, timeout_ms));
 }
 
 fsdp_status store_add(fsdp_store *store, const char *key, int64_t amount, int64_t *result)

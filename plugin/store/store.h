@@ -23,6 +23,9 @@ int64_t store_next_group(fsdp_store *store);
 
 fsdp_status store_set(fsdp_store *store, const char *key, const void *value, size_t bytes);
 fsdp_status store_get(fsdp_store *store, const char *key, void *buffer, size_t capacity, size_t *bytes);
+/* The same, waiting at most timeout_ms where that is less than the store's. */
+fsdp_status store_get_within(fsdp_store *store, const char *key, void *buffer, size_t capacity, size_t *bytes,
+                             int64_t timeout_ms);
 fsdp_status store_add(fsdp_store *store, const char *key, int64_t amount, int64_t *result);
 fsdp_status store_wait(fsdp_store *store, const char *key);
 void store_retain(fsdp_store *store);

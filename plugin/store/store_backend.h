@@ -34,7 +34,7 @@ struct store_backend_ops {
     const char *name;
     fsdp_status (*set)(struct store_backend *self, const char *key, const void *value, size_t bytes);
     fsdp_status (*get)(struct store_backend *self, const char *key, void *buffer, size_t capacity,
-                       size_t *bytes);
+                       size_t *bytes, int64_t timeout_ms);
     fsdp_status (*add)(struct store_backend *self, const char *key, int64_t amount, int64_t *result);
     fsdp_status (*wait)(struct store_backend *self, const char *key);
     void (*close)(struct store_backend *self); /* the last reference is gone; no call is running */

@@ -319,9 +319,9 @@ static fsdp_status ask_who_has_the_port(const struct tcp *self)
 /* ---- Keys --------------------------------------------------------------------------------------------- */
 
 static fsdp_status call(struct tcp *self, struct wire_request request, const char *key, const void *value,
-                        void *buffer, size_t capacity, struct answer *answer)
+                        void *buffer, size_t capacity, int64_t timeout_ms, struct answer *answer)
 {
-    int64_t deadline = store_deadline(self->config.timeout_ms);
+    int64_t deadline = store_deadline(timeout_ms);
     struct connection *connection;
     TRY(take_connection(self, deadline, &connection));
     int64_t left = deadline - store_now_ms();
@@ -333,14 +333,14 @@ static fsdp_status call(struct tcp *self, struct wire_request request, const cha
     case TALK_CLOSED:
         return err_lost(self);
     case TALK_LATE:
-        return err_late(self, self->config.timeout_ms);
+        return err_late(self, timeout_ms);
     case TALK_GARBLED:
         return err_garbled(self);
     case TALK_DONE:
         break;
     }
     if (answer->status == FSDP_OK) return FSDP_OK;
-    if (answer->status == FSDP_ERR_TIMEOUT) return store_err_key_timeout(key, self->config.timeout_ms);
+    if (answer->status == FSDP_ERR_TIMEOUT) return store_err_key_timeout(key, timeout_ms);
     return err(answer->status < 0 ? FSDP_ERR_INTERNAL : answer->status, "%s", answer->text);
 }
 
@@ -348,15 +348,16 @@ static fsdp_status tcp_set(struct store_backend *base, const char *key, const vo
 {
     struct wire_request request = {.op = WIRE_SET, .value_bytes = (uint32_t)bytes};
     struct answer answer;
-    return call((struct tcp *)base, request, key, value, NULL, 0, &answer);
+    struct tcp *self = (struct tcp *)base;
+    return call(self, request, key, value, NULL, 0, self->config.timeout_ms, &answer);
 }
 
 static fsdp_status tcp_get(struct store_backend *base, const char *key, void *buffer, size_t capacity,
-                           size_t *bytes)
+                           size_t *bytes, int64_t timeout_ms)
 {
     struct wire_request request = {.op = WIRE_GET};
     struct answer answer;
-    TRY(call((struct tcp *)base, request, key, NULL, buffer, capacity, &answer));
+    TRY(call((struct tcp *)base, request, key, NULL, buffer, capacity, timeout_ms, &answer));
     *bytes = answer.bytes;
     return answer.bytes <= capacity ? FSDP_OK : store_err_too_large(key, answer.bytes, capacity);
 }
@@ -365,7 +366,8 @@ static fsdp_status tcp_add(struct store_backend *base, const char *key, int64_t 
 {
     struct wire_request request = {.op = WIRE_ADD, .arg = amount};
     struct answer answer;
-    TRY(call((struct tcp *)base, request, key, NULL, NULL, 0, &answer));
+    struct tcp *self = (struct tcp *)base;
+    TRY(call(self, request, key, NULL, NULL, 0, self->config.timeout_ms, &answer));
     *result = answer.arg;
     return FSDP_OK;
 }
@@ -374,7 +376,8 @@ static fsdp_status tcp_wait(struct store_backend *base, const char *key)
 {
     struct wire_request request = {.op = WIRE_WAIT};
     struct answer answer;
-    return call((struct tcp *)base, request, key, NULL, NULL, 0, &answer);
+    struct tcp *self = (struct tcp *)base;
+    return call(self, request, key, NULL, NULL, 0, self->config.timeout_ms, &answer);
 }
 
 /* ---- Life --------------------------------------------------------------------------------------------- */

@@ -285,6 +285,13 @@ static int32_t table_get(void *user, const char *key, void *buffer, size_t capac
     }
 }
 
+int crew_told(const char *name, const char *key)
+{
+    char buffer[1200];
+    size_t bytes;
+    return table_get((void *)(uintptr_t)name, key, buffer, sizeof buffer, &bytes, 0) == 0;
+}
+
 static int32_t table_add(void *user, const char *key, int64_t amount, int64_t *result)
 {
     return -1; /* groups don't need it */

@@ -59,6 +59,7 @@ void crew_sleep_ms(int ms);
 
 /* A store over the table, and a group made from a new one; `name` keeps several stores apart. */
 fsdp_store *crew_store(const char *name, int rank, int n, int64_t timeout_ms);
+int crew_told(const char *name, const char *key); /* whether anyone has set it there */
 fsdp_group *crew_group(int rank, int n, const fsdp_group_options *options);
 fsdp_group_options crew_options(int64_t timeout_ms, int32_t direct_read);
 

@@ -500,12 +500,11 @@ static int die_after_us;
 static void die_in_making(int rank)
 {
     fsdp_store *store = crew_store("making", rank, 3, 20000);
-    fsdp_group_options options = crew_options(8000, direct);
+    fsdp_group_options options = crew_options(1500, direct);
     fsdp_group *group = NULL;
     crew_raise(0);
     crew_await(0, 3);
     if (rank == 0) crew_raise(1);
-    if (rank == 1 && die_after_us < 0) crew_die();
     fsdp_status got = fsdp_group_create(store, &options, &group);
     if (rank == 1) { /* it was in before it was killed */
         for (;;) pause();
@@ -514,9 +513,13 @@ static void die_in_making(int rank)
     int64_t ms = crew_ms_since_event();
     CHECK(got != FSDP_OK, "no failure");
     CHECK(strstr(fsdp_last_error(), "rank 1"), "%s: %s", fsdp_status_name(got), fsdp_last_error());
-    if (die_after_us >= 0) {
+    if (crew_told("making", "fsdp/group0/0/1")) {
         CHECK(got == FSDP_ERR_PEER_LOST, "%s: %s", fsdp_status_name(got), fsdp_last_error());
+        CHECK(culprit() == 1, "rank_a is %d: %s", culprit(), fsdp_last_error());
         CHECK(ms < SOON_MS, "noticed after %lld ms: %s", (long long)ms, fsdp_last_error());
+    } else { /* it has told nobody that it is there, so its end can't be told from being late */
+        CHECK(got == FSDP_ERR_TIMEOUT && ms < 3500, "%s after %lld ms: %s", fsdp_status_name(got), (long long)ms,
+              fsdp_last_error());
     }
     fsdp_group_release(group);
     fsdp_store_release(store);
@@ -525,7 +528,7 @@ static void die_in_making(int rank)
 Test(death, while_the_group_is_made)
 {
     for (int i = 0; i < (SANITIZED ? 6 : 30); i++) {
-        die_after_us = i * 60;
+        die_after_us = i * 50;
         again();
         crew_start(3, die_in_making);
         crew_await(1, 1);
@@ -1185,7 +1188,9 @@ static void scribble(int rank)
     enum { COUNT = 3 * 5000, BESIDE = 4096 };
     float *in = crew_floats(COUNT, 1), *whole = crew_floats(COUNT + 2 * BESIDE, 77), *out = whole + BESIDE;
     OK(fsdp_barrier(group, NULL));
+    crew_raise(0);
     if (rank == 0) {
+        crew_await(0, 3);
         struct shm *t = (struct shm *)group->transport;
         unsigned seed = (unsigned)how * 7919u + (unsigned)direct + 1;
         char *places[] = {(char *)&t->areas[0], (char *)&t->channels[0], t->staging, (char *)t->segment};

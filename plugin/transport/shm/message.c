@@ -25,7 +25,7 @@ static struct channel *channel_of(struct shm *t, int from, int to)
 
 static char *lane_of(struct shm *t, int from, int to)
 {
-    return t->lanes + (size_t)(from * t->base.size + to) * t->segment->lane_bytes;
+    return t->lanes + (size_t)(from * t->base.size + to) * t->lane_bytes;
 }
 
 static void ring(struct shm *t, int rank)
@@ -80,7 +80,7 @@ static int send_post(struct shm *t, struct message *m)
 /* Fill free halves of the lane. */
 static int send_flow(struct shm *t, struct message *m, struct channel *channel)
 {
-    size_t half = t->segment->lane_bytes / 2;
+    size_t half = t->lane_bytes / 2;
     char *lane = lane_of(t, t->base.rank, m->peer);
     size_t moved = 0;
     uint32_t filled = atomic_load_explicit(&channel->filled.value, memory_order_relaxed);
@@ -203,7 +203,7 @@ static fsdp_status recv_take(struct shm *t, struct message *m, struct entry *ent
 static fsdp_status recv_flow(struct shm *t, struct message *m, int *done, int *moved)
 {
     struct channel *channel = channel_of(t, m->source, t->base.rank);
-    size_t half = t->segment->lane_bytes / 2;
+    size_t half = t->lane_bytes / 2;
     const char *lane = lane_of(t, m->source, t->base.rank);
     uint32_t drained = atomic_load_explicit(&channel->drained.value, memory_order_relaxed);
     while (m->done < m->bytes && atomic_load_explicit(&channel->filled.value, memory_order_acquire) != drained) {

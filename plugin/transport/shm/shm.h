@@ -1,8 +1,9 @@
 /* The shared-memory transport's own header: layout of the segment, and what its files offer each other.
  *
- *   shm.c      making and leaving, exchange, failure        stage.c    moving through staging, and inline
- *   wait.c     the one way to wait                          direct.c   moving by reading peers' memory
- *   region.c   shared memory for full parameters            message.c  point to point
+ *   join.c     making a group                               stage.c    moving through staging, and inline
+ *   shm.c      the object, exchange, failure, leaving       direct.c   moving by reading peers' memory
+ *   wait.c     the one way to wait                          message.c  point to point
+ *   region.c   shared memory for full parameters
  *
  * The segment is one memfd that all ranks map: header, an area for each rank, a channel for each ordered pair, staging
  * for each rank; regions for full parameters follow at the end. Every word in it has a single writer. Progress words
@@ -75,25 +76,17 @@ struct channel {
     struct word drained;
 };
 
-struct region_cell {
-    uint64_t offset, bytes;
-    _Atomic uint32_t holders; /* 0: free */
-    uint32_t unused;
-};
-
+/* Sizes and places are no part of it: each rank works with its own, which no peer can change. */
 struct segment {
-    uint32_t magic, size;
-    uint32_t crowded; /* more ranks than processors */
-    uint32_t direct_read;   /* 1: possible; 2: required, so never staged */
-    uint64_t slot_bytes; /* of staging */
-    uint64_t lane_bytes; /* of each channel, for staged messages */
     _Atomic uint32_t faulted;
-    _Atomic uint32_t n_cells;
-    uint64_t regions_at; /* first byte after staging; written by rank 0 only, as is the table's growth */
-    struct region_cell cells[SHM_REGIONS];
+    _Atomic uint32_t holders[SHM_REGIONS]; /* ranks that hold a region; 0: free */
 };
 
 /* ---- the object */
+
+struct place { /* of a region */
+    uint64_t offset, bytes;
+};
 
 struct shm {
     struct transport base;
@@ -103,6 +96,13 @@ struct shm {
     struct channel *channels; /* [from * size + to] */
     char *lanes;              /* message staging, same order */
     char *staging;
+    size_t slot_bytes; /* of staging */
+    size_t lane_bytes; /* of each channel, for staged messages */
+    int32_t crowded;   /* more ranks than processors */
+    int32_t use_direct;
+    struct place *places; /* rank 0's: the regions made so far */
+    uint32_t n_places, room_for_places;
+    uint64_t regions_at; /* first byte after those */
     int fd;
     int liveness[SHM_MAX_RANKS];
     int liveness_keep;
@@ -131,6 +131,11 @@ struct shm {
 };
 
 enum route { ROUTE_NONE, ROUTE_INLINE, ROUTE_STAGE, ROUTE_DIRECT };
+
+/* ---- join.c */
+
+/* Everything up to the first exchange; on failure what it has got is shm_destroy's to give back. */
+fsdp_status shm_join(struct shm *t, const struct transport_setup *setup);
 
 /* ---- wait.c */
 

@@ -32,7 +32,7 @@ static enum stream_side side_of(const struct transfer *transfer)
 
 static size_t lane_bytes(const struct shm *t, const struct transfer *transfer)
 {
-    size_t slot = t->segment->slot_bytes;
+    size_t slot = t->slot_bytes;
     size_t lanes = 1;
     if (transfer->shape != TRANSFER_SPREAD) lanes = (size_t)(t->base.size - 1) + (transfer->spread ? 1 : 0);
     return slot / lanes & ~(size_t)(STREAM_ALIGN - 1);
@@ -40,7 +40,7 @@ static size_t lane_bytes(const struct shm *t, const struct transfer *transfer)
 
 static char *slot_at(const struct shm *t, int rank, uint32_t chunk)
 {
-    size_t slot = t->segment->slot_bytes;
+    size_t slot = t->slot_bytes;
     return t->staging + ((size_t)rank * SHM_DEPTH + chunk % SHM_DEPTH) * slot;
 }
 
@@ -106,8 +106,7 @@ enum route shm_route(struct shm *t, const struct transfer *transfer)
     for (int32_t i = 0; i < transfer->n_pieces; i++) uneven |= transfer->pieces[i].in_split.at != NULL;
     if (transfer->shape == TRANSFER_EXCHANGE && uneven) return ROUTE_STAGE;
     if (offered <= SHM_INLINE) return ROUTE_INLINE;
-    uint32_t direct = t->segment->direct_read;
-    return direct == 2 || (direct && t->segment->crowded) ? ROUTE_DIRECT : ROUTE_STAGE;
+    return t->use_direct ? ROUTE_DIRECT : ROUTE_STAGE;
 }
 
 /* ---- what happens to the spans, shared by both ways */
