@@ -57,6 +57,22 @@ def time_name(seconds):
     return f"{seconds / scale:.3g} {unit}"
 
 
+# ---- the machine
+
+
+def hop_ns():
+    """How long a word takes between the first two processors and back; None where there is one, or no C compiler's build.
+
+    Ratios depend on it, and on a virtual machine it changes from minute to minute (190 ns within a cache complex of
+    an EPYC, 540 ns across two), so each row says what it was."""
+    cpus = sorted(os.sched_getaffinity(0))
+    program = BUILD / "release/tests/bench/cores"
+    if len(cpus) < 2 or not program.exists():
+        return None
+    done = subprocess.run([program, str(cpus[0]), str(cpus[1])], capture_output=True, text=True, check=False)
+    return int(done.stdout) if done.returncode == 0 else None
+
+
 # ---- processes
 
 
@@ -87,7 +103,7 @@ class Fleet:
                     stdin=subprocess.DEVNULL,
                     stdout=self.log,
                     stderr=self.log,
-                    start_new_session=True,  # Ctrl-C reaches this process only, which then ends them
+                    process_group=0,  # Ctrl-C reaches this process only, which then ends them
                 )
             )
         self._meet()
@@ -233,6 +249,7 @@ class Row:
     turn_s: float = 0.015
     warm_up: int = 2
     pin: bool = False
+    hops: list = None  # hop_ns() before and after
 
     def __getitem__(self, label):
         return next((c for c in self.contenders if c.label == label), None)
@@ -302,13 +319,16 @@ class Figure:
 
 
 class Report:
-    def __init__(self, title):
-        self.title = title
+    def __init__(self, title, pin=False):
+        self.title, self.pin = title, pin
         self.rows, self.figures = [], []
 
     def measure(self, row):
         say(f"{row.title}, {row.ranks} ranks, {size_name(row.count)}")
+        row.pin |= self.pin
+        row.hops = [hop_ns()]
         row.measure()
+        row.hops.append(hop_ns())
         self.rows.append(row)
         return row
 
@@ -320,10 +340,11 @@ class Report:
     def table(self, baseline=None):
         """All rows: each contender's median, and how it compares to the baseline."""
         labels = list(dict.fromkeys(c.label for row in self.rows for c in row.contenders))
-        header = ["", "ranks", "size", *labels]
+        header = ["", "ranks", "size", "hop ns", *labels]
         lines = []
         for row in self.rows:
-            cells = [row.title, str(row.ranks), size_name(row.count)]
+            hops = "-".join(str(hop) for hop in dict.fromkeys(row.hops) if hop is not None)
+            cells = [row.title, str(row.ranks), size_name(row.count), hops]
             for label in labels:
                 contender = row[label]
                 cell = time_name(contender.median) if contender else ""
@@ -331,7 +352,8 @@ class Report:
                     cell += f" ({row.ratio(label, baseline):.2f}x)"
                 cells.append(cell)
             lines.append(cells)
-        note = f"Medians; in brackets, times {baseline}.\n" if baseline else ""
+        note = f"Medians; in brackets, times {baseline}. " if baseline else "Medians. "
+        note += "hop: a word from processor to processor and back, before and after the row.\n"
         return f"{self.title}\n{note}" + _aligned([header, *lines])
 
     def targets(self):
@@ -398,6 +420,7 @@ def parser(description):
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--plot", metavar="FILE", help="draw the figures as bars (the name's end decides the format)")
     options.add_argument("--quick", action="store_true", help="few rounds: a look, not a measurement")
+    options.add_argument("--pin", action="store_true", help="keep each rank on a processor (rank modulo processors)")
     options.add_argument("--only", metavar="WORD", action="append", help="only rows whose name contains WORD; repeatable")
     return options
 
@@ -414,7 +437,7 @@ def main(suite, options, title, baseline=None):
     """Run the suite; print the lines and the tables. Exits 0 even where a target is missed: the table says so."""
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGHUP, _end)
-    report = Report(title)
+    report = Report(title, options.pin)
     status = 0
     try:
         suite(options, report)
