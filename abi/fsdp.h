@@ -20,9 +20,12 @@
  * - Outputs never overlap themselves or (except where a call says "in place") an input.
  * - Strings are UTF-8, zero-terminated and borrowed for the call; those that come out belong to the library.
  * - Times are milliseconds.
- * - Threads. Any function may be called from any thread. Operations on one group take effect in the order in which the
- *   calls were made; where two threads use one group at once that order is the caller's affair, and it must be the same
- *   on all ranks. Host callbacks run without any lock of the library held.
+ * - Threads. Any function may be called from any thread; handles may move between threads; a model and its units are used
+ *   by one thread at a time. Operations on one group take effect in the order in which the calls were made; where two
+ *   threads use one group at once that order is the caller's affair, and it must be the same on all ranks.
+ * - Callbacks and deleters run without any lock of the library held, on the thread that completes an operation: one of the
+ *   library's own, or one of the host's inside a call on the same group. They must return (no longjmp, exception or panic
+ *   across them) and must not wait for a lock that the host holds around calls of the library.
  * - After fork() the child's handles answer FSDP_ERR_FORKED; releasing them there is allowed and disturbs nobody.
  */
 #ifndef FSDP_H_
@@ -37,10 +40,12 @@
 extern "C" {
 #endif
 
+#ifndef FSDP_API /* define it as nothing to read this header with other tools than a compiler */
 #if defined(__GNUC__) || defined(__clang__)
 #define FSDP_API __attribute__((visibility("default")))
 #else
 #define FSDP_API
+#endif
 #endif
 
 #define FSDP_VERSION_MAJOR 0
@@ -51,61 +56,69 @@ extern "C" {
 
 /* What a call came to. Numbers are never reused; a caller must expect ones it does not know. */
 typedef int32_t fsdp_status;
-#define FSDP_OK 0
-#define FSDP_ERR_INVALID 1      /* an argument is wrong; nothing was done */
-#define FSDP_ERR_STRUCT_SIZE 2  /* struct_size is too small, or names fields this library does not know */
-#define FSDP_ERR_VERSION 3      /* an ABI or DLPack version that this library does not speak */
-#define FSDP_ERR_UNSUPPORTED 4  /* meaningful, but not available here (dtype, device, transport) */
-#define FSDP_ERR_NOMEM 5        /* out of memory or address space */
-#define FSDP_ERR_SYSTEM 6       /* a system call failed; the message has its error text */
-#define FSDP_ERR_TIMEOUT 7      /* the group's or store's time is up */
-#define FSDP_ERR_PENDING 8      /* fsdp_work_wait: its own timeout passed; the operation goes on */
-#define FSDP_ERR_MISMATCH 9     /* ranks called different operations, or the same one with different arguments */
-#define FSDP_ERR_PEER_LOST 10   /* another rank's process ended or it released the group */
-#define FSDP_ERR_ABORTED 11     /* the group was aborted, here or on another rank */
-#define FSDP_ERR_FORKED 12      /* the handle was made before fork() and this is the child */
-#define FSDP_ERR_STATE 13       /* not now: the object is in another state; the message says which call comes first */
-#define FSDP_ERR_RENDEZVOUS 14  /* ranks could not find each other, or disagree about who they are */
-#define FSDP_ERR_CALLBACK 15    /* a host callback reported a failure */
-#define FSDP_ERR_INTERNAL 16    /* a defect of the library */
+enum {
+    FSDP_OK = 0,
+    FSDP_ERR_INVALID = 1,      /* an argument is wrong; nothing was done */
+    FSDP_ERR_STRUCT_SIZE = 2,  /* struct_size is too small, or names fields this library does not know */
+    FSDP_ERR_VERSION = 3,      /* an ABI or DLPack version that this library does not speak */
+    FSDP_ERR_UNSUPPORTED = 4,  /* meaningful, but not available here (dtype, device, transport) */
+    FSDP_ERR_NOMEM = 5,        /* out of memory or address space */
+    FSDP_ERR_SYSTEM = 6,       /* a system call failed; the message has its error text */
+    FSDP_ERR_TIMEOUT = 7,      /* the group's or store's time is up */
+    FSDP_ERR_PENDING = 8,      /* fsdp_work_wait: its own timeout passed; the operation goes on */
+    FSDP_ERR_MISMATCH = 9,     /* ranks called different operations, or the same one with different arguments */
+    FSDP_ERR_PEER_LOST = 10,   /* another rank's process ended or it released the group */
+    FSDP_ERR_ABORTED = 11,     /* the group was aborted, here or on another rank */
+    FSDP_ERR_FORKED = 12,      /* the handle was made before fork() and this is the child */
+    FSDP_ERR_STATE = 13,       /* not now: the object is in another state; the message says which call comes first */
+    FSDP_ERR_RENDEZVOUS = 14,  /* ranks could not find each other, or disagree about who they are */
+    FSDP_ERR_CALLBACK = 15,    /* a host callback reported a failure */
+    FSDP_ERR_INTERNAL = 16,    /* a defect of the library */
+};
 
 /* Reductions. Low-precision floats (f16, bf16, fp8) accumulate in f32, f32 in f32, f64 in f64, integers in their own
  * type (wrapping), in rank order, rounding once to nearest even. NaN in any input gives NaN. */
 typedef int32_t fsdp_reduce_op;
-#define FSDP_SUM 0  /* bool: OR. complex: allowed */
-#define FSDP_AVG 1  /* sum, divided in the accumulator. Floats and complex only; integers are refused */
-#define FSDP_PROD 2 /* bool: AND */
-#define FSDP_MIN 3
-#define FSDP_MAX 4
-#define FSDP_BAND 5 /* integers and bool only, as are the next two */
-#define FSDP_BOR 6
-#define FSDP_BXOR 7
+enum {
+    FSDP_SUM = 0,  /* bool: OR. complex: allowed */
+    FSDP_AVG = 1,  /* sum, divided in the accumulator. Floats and complex only; integers are refused */
+    FSDP_PROD = 2, /* bool: AND */
+    FSDP_MIN = 3,
+    FSDP_MAX = 4,
+    FSDP_BAND = 5, /* integers and bool only, as are the next two */
+    FSDP_BOR = 6,
+    FSDP_BXOR = 7,
+};
 
 /* Kinds of operation: in error records, and in fsdp_collective.kind. */
 typedef int32_t fsdp_op_kind;
-#define FSDP_OP_NONE 0
-#define FSDP_OP_ALL_GATHER 1
-#define FSDP_OP_REDUCE_SCATTER 2
-#define FSDP_OP_ALL_REDUCE 3
-#define FSDP_OP_REDUCE 4
-#define FSDP_OP_BROADCAST 5
-#define FSDP_OP_GATHER 6
-#define FSDP_OP_SCATTER 7
-#define FSDP_OP_ALL_TO_ALL 8
-#define FSDP_OP_SEND 9
-#define FSDP_OP_RECV 10
-#define FSDP_OP_BARRIER 11
-#define FSDP_OP_SPLIT 12
-#define FSDP_OP_UNSHARD 13
-#define FSDP_OP_REDUCE_GRADS 14
-#define FSDP_OP_CREATE_UNIT 15
-#define FSDP_OP_RESET 16
+enum {
+    FSDP_OP_NONE = 0,
+    FSDP_OP_ALL_GATHER = 1,
+    FSDP_OP_REDUCE_SCATTER = 2,
+    FSDP_OP_ALL_REDUCE = 3,
+    FSDP_OP_REDUCE = 4,
+    FSDP_OP_BROADCAST = 5,
+    FSDP_OP_GATHER = 6,
+    FSDP_OP_SCATTER = 7,
+    FSDP_OP_ALL_TO_ALL = 8,
+    FSDP_OP_SEND = 9,
+    FSDP_OP_RECV = 10,
+    FSDP_OP_BARRIER = 11,
+    FSDP_OP_SPLIT = 12,
+    FSDP_OP_UNSHARD = 13,
+    FSDP_OP_REDUCE_GRADS = 14,
+    FSDP_OP_CREATE_UNIT = 15,
+    FSDP_OP_RESET = 16,
+};
 
 typedef int32_t fsdp_log_level;
-#define FSDP_LOG_ERROR 1
-#define FSDP_LOG_WARN 2
-#define FSDP_LOG_INFO 3
-#define FSDP_LOG_DEBUG 4
+enum {
+    FSDP_LOG_ERROR = 1,
+    FSDP_LOG_WARN = 2,
+    FSDP_LOG_INFO = 3,
+    FSDP_LOG_DEBUG = 4,
+};
 
 /* ---- Callback types ---------------------------------------------------------------------------------------------- */
 
@@ -119,8 +132,8 @@ typedef struct fsdp_error_info {
     size_t struct_size;
     fsdp_status status;
     fsdp_op_kind operation; /* the operation that failed, or FSDP_OP_NONE */
-    uint64_t sequence;      /* its number on its group, from 1; 0: none */
-    int32_t rank_a;         /* ranks involved; -1: none. PEER_LOST, TIMEOUT: rank_a is the missing one. */
+    uint64_t sequence;      /* its number among the group's collectives and unit operations, from 1; 0: none */
+    int32_t rank_a;         /* ranks involved; -1: none. PEER_LOST, TIMEOUT: the missing one. ABORTED: who aborted. */
     int32_t rank_b;         /* MISMATCH: the two that differ */
     char message[1024];     /* one sentence: what was wrong and what to do */
 } fsdp_error_info;
@@ -150,7 +163,8 @@ FSDP_API fsdp_status fsdp_set_allocator(fsdp_alloc_fn alloc, fsdp_free_fn releas
 /* ---- Store: how ranks find each other ---------------------------------------------------------------------------- */
 
 /* A small key-value service shared by the ranks of a job, used to meet; nothing of the data path goes through it.
- * Every rank makes one with the same address. Keys are at most 255 bytes, values at most 64 KiB. */
+ * Every rank makes one with the same address. Keys are 1 to 255 bytes and don't begin with "fsdp/", which the library
+ * keeps for itself; values are at most 64 KiB. When rank 0 of a tcp store ends, waits of the others end with PEER_LOST. */
 typedef struct fsdp_store fsdp_store;
 
 typedef struct fsdp_store_options {
@@ -172,9 +186,10 @@ FSDP_API fsdp_status fsdp_store_options_init(fsdp_store_options *options, size_t
  *   "tcp://host:port?rank=R&world_size=N"   rank 0 listens there (loopback unless host says otherwise), others connect.
  *   "file:///path?rank=R&world_size=N"      through a file on a local disk; made by whoever comes first, must be new for
  *                                   each job, removed when the last rank releases its store.
- * Parameters in the URL may be left out when `options` has them. Returns when every rank has arrived.
+ * Parameters in the URL may be left out when `options` has them; where both say something they must agree (INVALID).
+ * Paths are absolute and taken as they are (no %-escapes). options may be NULL. Returns when every rank has arrived.
  * A host that already serves a TCP store of its own (torchrun's) on MASTER_PORT keeps it: see the environment variable
- * FSDP_MASTER_PORT in README.
+ * FSDP_MASTER_PORT in README. Under Open MPI or Slurm on one host no address is needed.
  * Errors: INVALID (malformed URL, rank out of range), RENDEZVOUS (missing variable, port in use, two ranks with one
  * number, ranks that disagree on world_size or job_key), TIMEOUT (names the ranks that did not come, or the address
  * that did not answer). */
@@ -207,7 +222,7 @@ FSDP_API fsdp_status fsdp_store_set(fsdp_store *store, const char *key, const vo
 /* Waits for key up to the store's timeout. A value larger than capacity: INVALID, with its size in *bytes (buffer may be
  * NULL when capacity is 0). */
 FSDP_API fsdp_status fsdp_store_get(fsdp_store *store, const char *key, void *buffer, size_t capacity, size_t *bytes);
-/* Atomically add to the integer at key (absent: 0); *result is the sum. */
+/* Atomically add to the integer at key (absent: 0; kept as decimal text); *result is the sum. */
 FSDP_API fsdp_status fsdp_store_add(fsdp_store *store, const char *key, int64_t amount, int64_t *result);
 /* Until key exists, up to the store's timeout. */
 FSDP_API fsdp_status fsdp_store_wait(fsdp_store *store, const char *key);
@@ -225,8 +240,9 @@ FSDP_API void fsdp_store_release(fsdp_store *store);
  * any thread. Errors: INVALID (negative size), UNSUPPORTED (dtype), NOMEM. */
 FSDP_API fsdp_status fsdp_empty(const DLDataType *dtype, int32_t ndim, const int64_t *shape, DLManagedTensorVersioned **tensor);
 
-/* out[...] = in[...], any strides, casting between dtypes (rounded once to nearest even; float to integer truncates and
- * saturates). Same shape. Errors: INVALID (shapes differ, out is read-only, overlaps itself or in), UNSUPPORTED. */
+/* out[...] = in[...], any strides, casting between dtypes: rounded once to nearest even; float to integer truncates and
+ * saturates (NaN gives 0); to bool is != 0 (NaN gives true); complex to real takes the real part. Same shape. Errors:
+ * INVALID (shapes differ, out overlaps itself or in), UNSUPPORTED. */
 FSDP_API fsdp_status fsdp_copy(const DLTensor *in, const DLTensor *out);
 
 /* Where rank's rows of a dimension of `rows` lie when it is cut for `world_size` ranks: chunks of ceil(rows /
@@ -244,13 +260,19 @@ FSDP_API fsdp_status fsdp_shard(const DLTensor *full, int32_t dim, int32_t rank,
 FSDP_API fsdp_status fsdp_tensor_from_legacy(DLManagedTensor *legacy, DLManagedTensorVersioned **tensor);
 FSDP_API fsdp_status fsdp_tensor_to_legacy(DLManagedTensorVersioned *tensor, DLManagedTensor **legacy);
 
+/* A second handle on the memory of a tensor that this library handed out; both are deleted in their own time. Errors:
+ * INVALID (not from this library). */
+FSDP_API fsdp_status fsdp_tensor_share(DLManagedTensorVersioned *tensor, DLManagedTensorVersioned **out);
+
 /* ---- Groups ------------------------------------------------------------------------------------------------------ */
 
 /* Ranks that communicate: the field's "process group" or "communicator". Two groups never share state.
  *
  * Failure. A MISMATCH fails that one operation on every rank alike and the group stays usable. TIMEOUT, PEER_LOST,
- * ABORTED, and a failure in the middle of an operation fail the group for good, on every rank: each operation now
- * queued, and each later call, returns that status at once. Other groups go on. */
+ * ABORTED, and a failure in the middle of an operation fail the group for good, on every rank: operations under way end
+ * with it within moments, and each later call returns it at once (or, with a work handle, through the handle: be ready for
+ * both). An operation that a late rank can still complete correctly may do so. Other groups go on; tensors stay readable,
+ * so a checkpoint can be written; to go on, make a new store and group. */
 typedef struct fsdp_group fsdp_group;
 
 typedef struct fsdp_group_options {
@@ -273,7 +295,8 @@ FSDP_API fsdp_status fsdp_group_options_init(fsdp_group_options *options, size_t
 FSDP_API fsdp_status fsdp_group_create(fsdp_store *store, const fsdp_group_options *options, fsdp_group **group);
 
 /* Cut a group into disjoint ones. Collective over `group`. Ranks that give the same color >= 0 form one, ordered by key,
- * then by rank; color -1: this rank takes part in none and *out is NULL. Synchronous. options NULL: as the parent's. */
+ * then by rank; color -1: this rank takes part in none and *out is NULL. Synchronous. What options leave at zero (all of
+ * it, when NULL) is as the parent's; without a name it is "<parent>/<n>". */
 FSDP_API fsdp_status fsdp_group_split(fsdp_group *group, int32_t color, int32_t key, const fsdp_group_options *options,
                                       fsdp_group **out);
 
@@ -285,7 +308,7 @@ typedef struct fsdp_group_info {
     int32_t direct_read;   /* 1 when peers' memory can be read directly */
     char transport[16];    /* "self", "shm" */
     char name[64];
-    uint64_t operations;   /* collectives begun so far */
+    uint64_t operations;   /* collectives and unit operations begun so far */
     uint64_t bytes_moved;  /* bytes this rank read from peers' memory or staging, and wrote to staging and shared
                               regions, since the group was made */
     int64_t segment_bytes; /* shared memory of the whole group, counted once a host */
@@ -307,7 +330,10 @@ FSDP_API void fsdp_group_release(fsdp_group *group);
 
 /* A pending operation. Every operation below takes `fsdp_work **work` last: NULL runs it to the end before returning;
  * otherwise *work is a handle, to be released by the caller, and tensors' data must stay valid until it is done.
- * Releasing a handle early neither cancels nor waits. */
+ * Releasing a handle early neither cancels nor waits. A handle may outlive its group.
+ *
+ * Order at completion: kept tensors are deleted, then test and wait report it, then the callback runs. So after a wait
+ * the callback may still be about to run: don't free its `user` on account of a wait. */
 typedef struct fsdp_work fsdp_work;
 
 /* *done = 1 when complete, successfully or not. Never blocks. Returns the operation's status once done (with *done = 1
@@ -319,8 +345,9 @@ FSDP_API fsdp_status fsdp_work_test(fsdp_work *work, int32_t *done);
 FSDP_API fsdp_status fsdp_work_wait(fsdp_work *work, int64_t timeout_ms);
 
 /* Call fn once when complete: on the thread that completes it, or at once, here, when it is already. At most one fn for
- * a handle (STATE). It is called also when the handle is released first. fn may call any function of the library but must
- * not wait on the same group. */
+ * a handle (STATE). It is called also when the handle is released first, and when the operation fails. In it,
+ * fsdp_last_error() is the operation's. fn may call any function of the library, but on the same group only with a work
+ * handle: a call there that would wait for the group gets STATE. */
 typedef void (*fsdp_done_fn)(fsdp_status status, void *user);
 FSDP_API fsdp_status fsdp_work_on_done(fsdp_work *work, fsdp_done_fn fn, void *user);
 
@@ -339,8 +366,11 @@ FSDP_API void fsdp_work_release(fsdp_work *work);
 /* All ranks of the group call the same operation with matching arguments: a difference is found always, and every rank
  * gets MISMATCH naming two ranks and both calls. N is the group's size, d0 a tensor's first dimension; a 0-dim tensor
  * counts as one row. Element counts may be 0: the call still takes its place in the order. Any strides; a tensor that
- * is not contiguous goes through a packed copy. A call refused for its own arguments (INVALID, UNSUPPORTED) has no
- * effect and takes no place in the order. "In place" below means: same address, dtype and strides.
+ * is not contiguous goes through a packed copy. Shapes given below say how a result reads; what is checked and compared is
+ * dtypes, element counts and, in the uneven forms, rows. A call refused for its own arguments (INVALID, UNSUPPORTED) has
+ * no effect and takes no place in the order: the other ranks wait for it, so repeat it corrected, or abort the group.
+ * "In place" below means: same address, dtype and strides. `const DLTensor *` says that the descriptor is not written;
+ * output data is.
  *
  * Errors of all: INVALID, UNSUPPORTED (device, dtype, op), STRUCT_SIZE, NOMEM, MISMATCH, TIMEOUT, PEER_LOST, ABORTED,
  * FORKED; on one rank `self` transport does the same locally. */
@@ -395,11 +425,15 @@ FSDP_API fsdp_status fsdp_all_to_all_v(fsdp_group *group, const DLTensor *in, co
  * otherwise). For one pair of ranks and one tag, messages are taken in the order in which they were sent; different tags
  * don't wait for each other (while fewer than 32 sends of a pair are under way), and point to point does not queue behind
  * collectives. A send completes when its receive has taken the data: two ranks that both send first, synchronously,
- * wait for each other until the timeout; use work handles or fsdp_coalesced. tag >= 0. src may be FSDP_ANY_RANK; a rank
- * may send to itself. */
-#define FSDP_ANY_RANK (-1)
+ * wait for each other until the timeout; use work handles or fsdp_coalesced. tag >= 0. src may be FSDP_ANY_RANK, see
+ * fsdp_work_source; a rank may send to itself. The timeout counts from the call. */
+enum { FSDP_ANY_RANK = -1 };
 FSDP_API fsdp_status fsdp_send(fsdp_group *group, const DLTensor *tensor, int32_t dst, int32_t tag, fsdp_work **work);
 FSDP_API fsdp_status fsdp_recv(fsdp_group *group, const DLTensor *tensor, int32_t src, int32_t tag, fsdp_work **work);
+
+/* The rank that a completed recv took its message from, also when it asked for FSDP_ANY_RANK. Errors: STATE (not complete,
+ * or not of one recv). */
+FSDP_API fsdp_status fsdp_work_source(fsdp_work *work, int32_t *rank);
 
 /* Return when every rank has called it. */
 FSDP_API fsdp_status fsdp_barrier(fsdp_group *group, fsdp_work **work);
@@ -420,7 +454,9 @@ typedef struct fsdp_collective {
 /* Several operations as one: checked together before any of them begins, one work handle, and for a run of operations
  * of one kind, reduction and root, one exchange between the ranks instead of one each. Either collectives (of any kinds;
  * runs take effect in the order of the array) or point to point (all at once: no order among them but that of equal
- * peer and tag); not both. Outputs of one call must not overlap its other tensors. n may be 0 (nothing is done). */
+ * peer and tag); not both. Outputs of one call must not overlap its other tensors. n may be 0 (nothing is done; with
+ * `work`, a handle that is done). One operation is the same as its own call. Fields that its kind does not use must be zero
+ * (INVALID). */
 FSDP_API fsdp_status fsdp_coalesced(fsdp_group *group, const fsdp_collective *operations, int32_t n, fsdp_work **work);
 
 /* ---- Fully sharded data parallelism ------------------------------------------------------------------------------ */
@@ -435,8 +471,12 @@ FSDP_API fsdp_status fsdp_coalesced(fsdp_group *group, const fsdp_collective *op
  * shards in place. Each call does nothing when there is nothing to do.
  *
  * Memory. A parameter's shard, full view and sharded gradient keep their addresses for the unit's life. The full view's
- * content is defined while the unit is unsharded. It is private to this rank: writing it changes no other rank's.
- * Every call below is made from one thread at a time for a model. */
+ * content is defined while the unit is unsharded. It is private to this rank (copy-on-write where it is shared): writing
+ * it changes no other rank's. Resharding gives memory back only with private_unshard; shared memory is kept for the next
+ * unshard. Tensors handed out keep their unit, its model, group and store alive until deleted.
+ *
+ * A call that has nothing to do (unsharding what is unsharded, or what has not changed) does not communicate, so a
+ * difference between ranks there is found at the next call that does. */
 typedef struct fsdp_model fsdp_model;
 typedef struct fsdp_unit fsdp_unit;
 
@@ -465,7 +505,9 @@ typedef struct fsdp_param {
     int32_t reserved;     /* 0 */
 } fsdp_param;
 
-/* Make a unit of n >= 1 parameters. Collective: all ranks give the same names, shapes and dtypes (MISMATCH otherwise).
+/* Make a unit of n >= 1 parameters. Collective: all ranks give the same names, shapes, dtypes and frozen flags (MISMATCH
+ * otherwise). Values are not compared: each rank contributes its own rows, so begin with equal values or broadcast first.
+ * A parameter's name is free again when its unit and all tensors of it are gone.
  * name: for messages, at most 63 bytes count; NULL: "unit<n>". The unit begins sharded. All or nothing. Errors also:
  * INVALID (names repeated in the model, 0-dim), UNSUPPORTED (dtype), NOMEM. */
 FSDP_API fsdp_status fsdp_unit_create(fsdp_model *model, const char *name, const fsdp_param *params, int32_t n,
@@ -490,9 +532,11 @@ FSDP_API fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit);
 /* grads: n entries, one for each parameter of the unit, this rank's gradient of the full parameter (its shape and
  * dtype); NULL entries (frozen, or unused on this rank) count as zeros. With gradient sync on, each rank's rows are
  * summed over the ranks, divided, and added to what the sharded gradient holds (zeros after fsdp_model_zero_grad).
- * With sync off, nothing is sent: grads are added to an unsharded buffer of this rank, which the next synced call
- * includes. Then the unit is resharded. With `work`, the reduction goes on after return and grads' data must stay valid
- * until it is done; fsdp_model_finish_backward waits for it. */
+ * With sync off, nothing is sent: grads are added to an unsharded buffer of this rank (float32 for narrower floats),
+ * which the next synced call includes, also one without any gradient; they are free at return. Then the unit is resharded.
+ * With `work`, the reduction goes on after return and grads' data must stay valid until it is done;
+ * fsdp_model_finish_backward waits for it. The divisor does not count micro-batches. After a failed reduction the
+ * gradients are not to be used: fsdp_model_finish_backward returns its failure, until zero_grad or reset. */
 FSDP_API fsdp_status fsdp_unit_post_backward(fsdp_unit *unit, const DLTensor *const *grads, int32_t n,
                                              fsdp_work **work);
 
@@ -502,20 +546,25 @@ FSDP_API fsdp_status fsdp_unit_unshard(fsdp_unit *unit, fsdp_work **work);
 FSDP_API fsdp_status fsdp_unit_reshard(fsdp_unit *unit);
 
 typedef int32_t fsdp_unit_state;
-#define FSDP_UNIT_SHARDED 0
-#define FSDP_UNIT_UNSHARDING 1
-#define FSDP_UNIT_UNSHARDED 2
+enum {
+    FSDP_UNIT_SHARDED = 0,
+    FSDP_UNIT_UNSHARDING = 1,
+    FSDP_UNIT_UNSHARDED = 2,
+};
 /* The state as this rank sees it; UNSHARDING while an asynchronous unshard is under way. */
 FSDP_API fsdp_status fsdp_unit_query_state(fsdp_unit *unit, fsdp_unit_state *state);
 
-/* The host changed a shard's values at a time other than between fsdp_model_finish_backward and the next pre_forward:
- * the next unshard publishes them. Every rank calls it, whichever rank's shard changed. */
+/* The host changed a shard's values at a time other than after fsdp_unit_create, fsdp_model_finish_backward or
+ * fsdp_model_reset and before the next unshard: the next unshard that begins sharded publishes them. Every rank calls it,
+ * whichever rank's shard changed. */
 FSDP_API fsdp_status fsdp_unit_shard_changed(fsdp_unit *unit);
 
 /* 0: following post_backward calls only accumulate on this rank (no_sync); 1 (the default): they reduce. */
 FSDP_API fsdp_status fsdp_model_set_gradient_sync(fsdp_model *model, int32_t sync);
 
-/* Backward is over: waits for reductions under way, reshards every unit, and takes shards as about to change. */
+/* Backward is over: waits for reductions under way, reshards every unit, and (with gradient sync on) takes shards as about
+ * to change. Once for each micro-batch or once before the optimizer's step, as the host likes. Sharded gradients are
+ * defined after it. */
 FSDP_API fsdp_status fsdp_model_finish_backward(fsdp_model *model);
 
 /* Sharded gradients (and unsharded accumulation) to zero. */
@@ -526,7 +575,7 @@ FSDP_API fsdp_status fsdp_model_zero_grad(fsdp_model *model);
  * iteration: those calls return MISMATCH there, and the rank then calls reset too. */
 FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
 
-/* Bytes of tensor data, now and at most so far. */
+/* Bytes of tensor data, now and at most so far. Counts elements, not alignment. */
 typedef struct fsdp_memory_info {
     size_t struct_size;
     int64_t shards;             /* this rank's parameter shards */
@@ -628,6 +677,8 @@ struct fsdp_api {
     fsdp_status (*model_zero_grad)(fsdp_model *model);
     fsdp_status (*model_reset)(fsdp_model *model);
     fsdp_status (*model_memory)(fsdp_model *model, fsdp_memory_info *info);
+    fsdp_status (*tensor_share)(DLManagedTensorVersioned *tensor, DLManagedTensorVersioned **out);
+    fsdp_status (*work_source)(fsdp_work *work, int32_t *rank);
 };
 /* generated: end */
 

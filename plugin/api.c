@@ -106,13 +106,10 @@ fsdp_status fsdp_store_identity(fsdp_store *store, int32_t *rank, int32_t *world
     return FSDP_OK;
 }
 
-#define STORE_KEY_MAX 255
-#define STORE_VALUE_MAX 65536
-
 static fsdp_status check_key(const char *key)
 {
     CHECK_ARG(key, "key is NULL");
-    CHECK_ARG(*key && strnlen(key, STORE_KEY_MAX + 1) <= STORE_KEY_MAX, "key has no bytes or more than %d", STORE_KEY_MAX);
+    CHECK_ARG(strncmp(key, "fsdp/", 5) != 0, "key '%s' begins with \"fsdp/\", which the library keeps for itself", key);
     return FSDP_OK;
 }
 
@@ -121,7 +118,6 @@ fsdp_status fsdp_store_set(fsdp_store *store, const char *key, const void *value
     CHECK_STORE(store);
     TRY(check_key(key));
     CHECK_ARG(value || bytes == 0, "value is NULL, but bytes is %zu", bytes);
-    CHECK_ARG(bytes <= STORE_VALUE_MAX, "bytes is %zu: a value has at most %d", bytes, STORE_VALUE_MAX);
     return store_set(store, key, value, bytes);
 }
 
@@ -234,6 +230,13 @@ fsdp_status fsdp_tensor_to_legacy(DLManagedTensorVersioned *tensor, DLManagedTen
     CHECK_ARG(tensor, "tensor is NULL");
     CHECK_OUT(legacy);
     return managed_to_legacy(tensor, legacy);
+}
+
+fsdp_status fsdp_tensor_share(DLManagedTensorVersioned *tensor, DLManagedTensorVersioned **out)
+{
+    CHECK_ARG(tensor, "tensor is NULL");
+    CHECK_OUT(out);
+    return managed_share(tensor, out);
 }
 
 /* ---- groups */
@@ -456,10 +459,38 @@ fsdp_status fsdp_recv(fsdp_group *group, const DLTensor *tensor, int32_t src, in
     return run_message(group, FSDP_OP_RECV, tensor, src, tag, work);
 }
 
+fsdp_status fsdp_work_source(fsdp_work *work, int32_t *rank)
+{
+    CHECK_WORK(work);
+    CHECK_OUT(rank);
+    return work_source(work, rank);
+}
+
 fsdp_status fsdp_barrier(fsdp_group *group, fsdp_work **work)
 {
     CHECK_GROUP(group);
     return group_barrier(group, work);
+}
+
+/* A field that means nothing now must be free to mean something later. */
+static fsdp_status check_unused(const fsdp_collective *c, int32_t index)
+{
+    int reduces = c->kind == FSDP_OP_REDUCE_SCATTER || c->kind == FSDP_OP_ALL_REDUCE || c->kind == FSDP_OP_REDUCE;
+    int rooted = c->kind == FSDP_OP_REDUCE || c->kind == FSDP_OP_BROADCAST || c->kind == FSDP_OP_GATHER ||
+                 c->kind == FSDP_OP_SCATTER;
+    int message = c->kind == FSDP_OP_SEND || c->kind == FSDP_OP_RECV;
+    int both = c->kind == FSDP_OP_ALL_TO_ALL;
+    const char *field = !reduces && c->op                                                  ? "op"
+                        : c->kind == FSDP_OP_RECV && c->in                                 ? "in"
+                        : (c->kind == FSDP_OP_BROADCAST || c->kind == FSDP_OP_SEND) && c->out ? "out"
+                        : c->in_rows && !both && c->kind != FSDP_OP_REDUCE_SCATTER          ? "in_rows"
+                        : c->out_rows && !both && c->kind != FSDP_OP_ALL_GATHER             ? "out_rows"
+                        : c->peer && !rooted && !message                                   ? "peer"
+                        : c->tag && !message                                               ? "tag"
+                                                                                           : NULL;
+    CHECK_ARG(!field, "operations[%d].%s is set, but an operation of kind %d does not use it: leave it zero", index, field,
+              c->kind);
+    return FSDP_OK;
 }
 
 fsdp_status fsdp_coalesced(fsdp_group *group, const fsdp_collective *operations, int32_t n, fsdp_work **work)
@@ -470,8 +501,10 @@ fsdp_status fsdp_coalesced(fsdp_group *group, const fsdp_collective *operations,
     fsdp_collective *known = mem_array((size_t)n, sizeof *known);
     if (!known) return mem_none("a coalesced call", (size_t)n * sizeof *known);
     fsdp_status status = FSDP_OK;
-    for (int32_t i = 0; i < n && status == FSDP_OK; i++)
+    for (int32_t i = 0; i < n && status == FSDP_OK; i++) {
         status = ABI_READ_ELEMENT(fsdp_collective, operations, i, &known[i]);
+        if (status == FSDP_OK) status = check_unused(&known[i], i);
+    }
     if (status == FSDP_OK) status = group_collective(group, known, n, work);
     mem_free(known);
     return status;

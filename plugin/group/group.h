@@ -101,6 +101,7 @@ fsdp_status work_keep(fsdp_work *work, void (*release)(void *owner), void *owner
 fsdp_status work_on_done(fsdp_work *work, fsdp_done_fn fn, void *user);
 fsdp_status work_wait(fsdp_work *work, int64_t timeout_ms);
 fsdp_status work_status(fsdp_work *work); /* of a complete one */
+fsdp_status work_source(fsdp_work *work, int32_t *rank); /* of a complete one of a single recv */
 void work_complete(fsdp_work *work, fsdp_status status); /* with this thread's error record when it failed */
 void work_release(fsdp_work *work);
 int work_is(const fsdp_work *work);

@@ -105,6 +105,12 @@ fsdp_status lane_submit(fsdp_work *work, fsdp_work **handle)
         work_release(work);
         return status;
     }
+    if (!handle && lane->busy && pthread_equal(lane->advancing, pthread_self())) {
+        pthread_mutex_unlock(&lane->lock);
+        work_release(work);
+        return err(FSDP_ERR_STATE, "a call that waits for group '%s' inside one of its completion callbacks: take a work handle",
+                   lane->group->name);
+    }
     append(lane, work);
     if (lane->busy && lane->nudge) lane->nudge(lane);
     if (!handle && !lane->busy) advance(lane, work);

@@ -64,6 +64,7 @@ static int take_own(struct lane *lane, fsdp_work *work, struct transit *transit,
                 memmove(m->data, s->data, m->bytes);
             transit_finish(other, sender, status);
             if (status != FSDP_OK) (void)self_mismatch(m, s);
+            m->source = lane->group->rank;
             transit_finish(work, transit, status);
             return 1;
         }

@@ -120,6 +120,17 @@ fsdp_status work_status(fsdp_work *work)
     return work->failure.status == FSDP_OK ? FSDP_OK : err_restore(&work->failure);
 }
 
+fsdp_status work_source(fsdp_work *work, int32_t *rank)
+{
+    if (work->n_transits != 1 || work->transits[0].message.sending)
+        return err(FSDP_ERR_STATE, "this work is not that of one recv: only a recv has a source");
+    if (!atomic_load_explicit(&work->done, memory_order_acquire))
+        return err(FSDP_ERR_STATE, "the recv is not complete: wait for it first");
+    TRY(work_status(work));
+    *rank = work->transits[0].message.source;
+    return FSDP_OK;
+}
+
 fsdp_status work_keep(fsdp_work *work, void (*release)(void *owner), void *owner)
 {
     struct keep *keep = NULL;

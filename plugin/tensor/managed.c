@@ -5,43 +5,79 @@
 
 #include "base/mem.h"
 
-#include <string.h>
+#include <stdatomic.h>
 
 /* ---- export */
 
-struct exported {
-    DLManagedTensorVersioned managed;
+/* What the handles on one memory share; the last of them lets go of the owner. */
+struct shared {
+    atomic_int handles;
     void (*release)(void *owner);
     void *owner;
+};
+
+struct exported {
+    DLManagedTensorVersioned managed;
+    struct shared *shared;
     int64_t dims[]; /* shape, then strides */
 };
 
 static void exported_delete(DLManagedTensorVersioned *self)
 {
     struct exported *e = (struct exported *)self;
-    if (e->release) e->release(e->owner);
+    struct shared *shared = e->shared;
     mem_free(e);
+    if (atomic_fetch_sub_explicit(&shared->handles, 1, memory_order_acq_rel) != 1) return;
+    shared->release(shared->owner);
+    mem_free(shared);
 }
 
-fsdp_status managed_export(void *data, enum dtype type, int32_t ndim, const int64_t *shape, void (*release)(void *owner),
-                           void *owner, DLManagedTensorVersioned **out)
+static struct exported *exported_make(struct shared *shared, void *data, enum dtype type, int32_t ndim, const int64_t *shape)
 {
-    size_t bytes = sizeof(struct exported) + 2 * (size_t)ndim * sizeof(int64_t);
-    struct exported *e = mem_alloc(bytes);
-    if (!e) return mem_none("a tensor handle", bytes);
+    struct exported *e = mem_alloc(sizeof(struct exported) + 2 * (size_t)ndim * sizeof(int64_t));
+    if (!e) return NULL;
     int64_t *dims = e->dims, dense = 1;
     for (int d = ndim - 1; d >= 0; d--) {
         dims[d] = shape[d];
         dims[ndim + d] = dense;
         if (shape[d] > 1) dense *= shape[d];
     }
-    e->release = release;
-    e->owner = owner;
+    e->shared = shared;
     e->managed.version.major = DLPACK_MAJOR_VERSION;
     e->managed.version.minor = DLPACK_MINOR_VERSION;
     e->managed.deleter = exported_delete;
     e->managed.dl_tensor = (DLTensor){
         .data = data, .device = {kDLCPU, 0}, .ndim = ndim, .dtype = dtype_to_dl(type), .shape = dims, .strides = dims + ndim};
+    return e;
+}
+
+fsdp_status managed_export(void *data, enum dtype type, int32_t ndim, const int64_t *shape, void (*release)(void *owner),
+                           void *owner, DLManagedTensorVersioned **out)
+{
+    struct shared *shared = mem_alloc(sizeof *shared);
+    struct exported *e = shared ? exported_make(shared, data, type, ndim, shape) : NULL;
+    if (!e) {
+        mem_free(shared);
+        return mem_none("a tensor handle", sizeof *e);
+    }
+    atomic_init(&shared->handles, 1);
+    shared->release = release;
+    shared->owner = owner;
+    *out = &e->managed;
+    return FSDP_OK;
+}
+
+fsdp_status managed_share(DLManagedTensorVersioned *tensor, DLManagedTensorVersioned **out)
+{
+    CHECK_ARG(tensor->version.major == DLPACK_MAJOR_VERSION && tensor->deleter == exported_delete,
+              "tensor was not handed out by this library: share it with the means of whoever made it");
+    struct exported *from = (struct exported *)tensor;
+    const DLTensor *dl = &tensor->dl_tensor;
+    enum dtype type;
+    TRY(dtype_from_dl(dl->dtype, "tensor", &type));
+    struct exported *e = exported_make(from->shared, dl->data, type, dl->ndim, dl->shape);
+    if (!e) return mem_none("a tensor handle", sizeof *e);
+    atomic_fetch_add_explicit(&from->shared->handles, 1, memory_order_relaxed);
     *out = &e->managed;
     return FSDP_OK;
 }
