@@ -241,6 +241,8 @@ static fsdp_status make_private(fsdp_unit *unit)
 static fsdp_status map_region(fsdp_unit *unit, struct region *region)
 {
     struct transport *t = unit->model->group->transport;
+    if (region->bytes < unit->full_bytes)
+        return err(FSDP_ERR_INTERNAL, "rank 0 reserved %zu bytes for unit '%s', not %zu", region->bytes, unit->name, unit->full_bytes);
     TRY(t->ops->region_map(t, region));
     void *view;
     fsdp_status status = os_map_private(region->fd, region->offset, region->bytes, NULL, &view);
@@ -267,8 +269,6 @@ static fsdp_status make_shared(fsdp_unit *unit)
         region.offset = first.offset;
         region.bytes = first.bytes;
     }
-    if (status == FSDP_OK && region.bytes < unit->full_bytes)
-        status = err(FSDP_ERR_INTERNAL, "rank 0 reserved %zu bytes for unit '%s', not %zu", region.bytes, unit->name, unit->full_bytes);
     int held = status == FSDP_OK || reserved; /* every rank holds the region from its reservation on */
     if (status == FSDP_OK) {
         status = map_region(unit, &region);

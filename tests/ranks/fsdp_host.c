@@ -14,9 +14,15 @@ uint64_t random_next(uint64_t *state)
     return z ^ (z >> 31);
 }
 
-int random_below(uint64_t *state, int n) { return (int)(random_next(state) % (uint64_t)n); }
+int random_below(uint64_t *state, int n)
+{
+    return (int)(random_next(state) % (uint64_t)n);
+}
 
-double random_real(uint64_t *state) { return (double)(random_next(state) >> 11) / (double)(1ull << 52) - 1; }
+double random_real(uint64_t *state)
+{
+    return (double)(random_next(state) >> 11) / (double)(1ull << 52) - 1;
+}
 
 uint64_t random_seed(void)
 {
@@ -45,7 +51,10 @@ int64_t elements(const DLTensor *t)
     return n;
 }
 
-size_t tensor_bytes(const DLTensor *t) { return (size_t)elements(t) * t->dtype.bits / 8; }
+size_t tensor_bytes(const DLTensor *t)
+{
+    return (size_t)elements(t) * t->dtype.bits / 8;
+}
 
 void get_doubles(const DLTensor *t, double *out)
 {
@@ -71,7 +80,7 @@ double rounded(enum dtype type, double v)
 double value_of(enum dtype type, int seed, int64_t element)
 {
     static const int spans[] = {
-        [DTYPE_F64] = 1 << 20, [DTYPE_F32] = 1 << 20,   [DTYPE_F16] = 2048,
+        [DTYPE_F64] = 1 << 20, [DTYPE_F32] = 1 << 20, [DTYPE_F16] = 2048,
         [DTYPE_BF16] = 256,    [DTYPE_F8E4M3FN] = 17, [DTYPE_F8E5M2] = 9,
     };
     return (double)(((int64_t)seed * 31 + element * 7 + 1) % spans[type]);
@@ -111,7 +120,10 @@ int64_t spec_count(const struct spec *spec)
     return n;
 }
 
-int64_t spec_bytes(const struct spec *spec) { return spec_count(spec) * (int64_t)dtype_size(spec->type); }
+int64_t spec_bytes(const struct spec *spec)
+{
+    return spec_count(spec) * (int64_t)dtype_size(spec->type);
+}
 
 void spec_part(const struct spec *spec, int rank, int size, int64_t *begin, int64_t *count)
 {
@@ -123,7 +135,8 @@ void spec_part(const struct spec *spec, int rank, int size, int64_t *begin, int6
     *count = rows * row;
 }
 
-fsdp_status unit_try(fsdp_model *model, const char *name, const struct spec *specs, int n, int seed, fsdp_unit **out)
+fsdp_status unit_try(fsdp_model *model, const char *name, const struct spec *specs, int n, int seed,
+                     fsdp_unit **out)
 {
     fsdp_param params[HOST_PARAMS] = {0};
     DLTensor tensors[HOST_PARAMS];
@@ -135,16 +148,18 @@ fsdp_status unit_try(fsdp_model *model, const char *name, const struct spec *spe
         tensors[i] = view(malloc((size_t)(count + 1) * 8), specs[i].type, specs[i].ndim, specs[i].shape);
         set_doubles(&tensors[i], values);
         free(values);
-        params[i] = (fsdp_param){
-            .struct_size = sizeof *params, .name = specs[i].name, .full = &tensors[i], .frozen = specs[i].frozen};
+        params[i] = (fsdp_param){.struct_size = sizeof *params,
+                                 .name = specs[i].name,
+                                 .full = &tensors[i],
+                                 .frozen = specs[i].frozen};
     }
     fsdp_status status = fsdp_unit_create(model, name, params, n, out);
     for (int i = 0; i < n; i++) free(tensors[i].data);
     return status;
 }
 
-void host_unit_make(struct rank *r, fsdp_model *model, const char *name, const struct spec *specs, int n, int seed,
-                    struct host_unit *u)
+void host_unit_make(struct rank *r, fsdp_model *model, const char *name, const struct spec *specs, int n,
+                    int seed, struct host_unit *u)
 {
     *u = (struct host_unit){.n = n, .rank = r->rank, .size = r->size, .specs = specs};
     OK(unit_try(model, name, specs, n, seed, &u->unit));
@@ -218,10 +233,17 @@ void scribble(const struct host_unit *u, uint64_t *random)
         size_t bytes = tensor_bytes(t);
         if (!bytes) continue;
         switch (random_below(random, 4)) {
-        case 0: memset(t->data, 0x55, bytes); break;
-        case 1: ((char *)t->data)[bytes - 1] = 0x55; break;
-        case 2: ((char *)t->data)[random_next(random) % bytes] = 0x55; break;
-        default: break;
+        case 0:
+            memset(t->data, 0x55, bytes);
+            break;
+        case 1:
+            ((char *)t->data)[bytes - 1] = 0x55;
+            break;
+        case 2:
+            ((char *)t->data)[random_next(random) % bytes] = 0x55;
+            break;
+        default:
+            break;
         }
     }
 }

@@ -1,5 +1,5 @@
-/* What the FSDP suites share: tensors with known values, units made from a table, and their tensors at hand. For use
- * inside a rank (see ranks.h). */
+/* What the FSDP suites share: tensors with known values, units made from a table, and their tensors at hand.
+ * For use inside a rank (see ranks.h). */
 #ifndef FSDP_TEST_FSDP_HOST_H
 #define FSDP_TEST_FSDP_HOST_H
 
@@ -45,7 +45,8 @@ struct host_unit {
     fsdp_unit *unit;
     int n, rank, size;
     const struct spec *specs;
-    DLManagedTensorVersioned *full[HOST_PARAMS], *shard[HOST_PARAMS], *grad[HOST_PARAMS]; /* grad NULL: frozen */
+    DLManagedTensorVersioned *full[HOST_PARAMS], *shard[HOST_PARAMS],
+        *grad[HOST_PARAMS]; /* grad NULL: frozen */
 };
 
 /* direct_read as in fsdp_group_options. */
@@ -53,9 +54,10 @@ fsdp_group *group_make(struct rank *r, int direct_read, int64_t staging_bytes);
 fsdp_model *model_make(fsdp_group *group, const fsdp_model_options *options);
 
 /* Parameter i holds value_of(type, seed + i, element). */
-fsdp_status unit_try(fsdp_model *model, const char *name, const struct spec *specs, int n, int seed, fsdp_unit **out);
-void host_unit_make(struct rank *r, fsdp_model *model, const char *name, const struct spec *specs, int n, int seed,
-                    struct host_unit *u);
+fsdp_status unit_try(fsdp_model *model, const char *name, const struct spec *specs, int n, int seed,
+                     fsdp_unit **out);
+void host_unit_make(struct rank *r, fsdp_model *model, const char *name, const struct spec *specs, int n,
+                    int seed, struct host_unit *u);
 void host_unit_drop(struct host_unit *u); /* tensors and unit */
 int64_t spec_count(const struct spec *spec);
 int64_t spec_bytes(const struct spec *spec);
