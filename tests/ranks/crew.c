@@ -32,7 +32,7 @@ static struct shared {
         size_t bytes;
         char value[1200];
     } keys[512];
-} *shared;
+} * shared;
 
 static struct {
     pid_t pid;
@@ -85,7 +85,8 @@ void crew_fail(const char *file, int line, const char *cond, const char *fmt, ..
 {
     struct verdict *v = &shared->verdicts[own_rank >= 0 ? own_rank : 0];
     const char *base = strrchr(file, '/');
-    size_t used = (size_t)snprintf(v->text, sizeof v->text, "%s:%d: %s: ", base ? base + 1 : file, line, cond);
+    size_t used =
+        (size_t)snprintf(v->text, sizeof v->text, "%s:%d: %s: ", base ? base + 1 : file, line, cond);
     va_list args;
     va_start(args, fmt);
     if (used < sizeof v->text) vsnprintf(v->text + used, sizeof v->text - used, fmt, args);
@@ -110,6 +111,33 @@ void crew_expect(const char *file, int line, const char *call, fsdp_status got, 
 
 /* ---- processes */
 
+static int leaky;
+
+void crew_leaky(void)
+{
+    leaky = 1;
+}
+
+/* The checker of the address sanitizer. What it says is shown only when it found something. */
+static int leaks(void)
+{
+#if defined(__SANITIZE_ADDRESS__)
+    extern int __lsan_do_recoverable_leak_check(void);
+    int said = memfd_create("leaks", MFD_CLOEXEC), error = dup(2);
+    dup2(said, 2);
+    int found = __lsan_do_recoverable_leak_check();
+    dup2(error, 2);
+    char text[4096];
+    ssize_t n = found ? pread(said, text, sizeof text, 0) : 0;
+    if (n > 0 && write(2, text, (size_t)n) < 0) found = 1;
+    close(said);
+    close(error);
+    return found;
+#else
+    return 0;
+#endif
+}
+
 void crew_start_one(int rank, crew_fn fn)
 {
     cr_assert(rank < CREW_MAX);
@@ -123,10 +151,7 @@ void crew_start_one(int rank, crew_fn fn)
     own_rank = rank;
     fn(rank);
     atomic_store(&shared->verdicts[rank].finished, 1);
-#if defined(__SANITIZE_ADDRESS__)
-    extern void __lsan_do_leak_check(void);
-    __lsan_do_leak_check();
-#endif
+    CHECK(leaky || !leaks(), "memory leaked: see standard error");
     _exit(0);
 }
 
@@ -169,15 +194,15 @@ void crew_join(int patience_ms)
             ranks[r].pid = 0;
             int killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
             if ((ranks[r].mortal && killed) || (status == 0 && shared->verdicts[r].finished)) continue;
-            used += (size_t)snprintf(trouble + used, sizeof trouble - used, "rank %d ended with %x: %.900s\n", r,
-                                     (unsigned)status, shared->verdicts[r].text);
+            used += (size_t)snprintf(trouble + used, sizeof trouble - used, "rank %d ended with %x: %.900s\n",
+                                     r, (unsigned)status, shared->verdicts[r].text);
         }
         if (!left) break;
         if (crew_now_ms() > until) {
             for (int r = 0; r < CREW_MAX; r++)
                 if (ranks[r].pid > 0 && used < sizeof trouble - 64)
-                    used += (size_t)snprintf(trouble + used, sizeof trouble - used, "rank %d is not done after %d ms\n",
-                                             r, patience_ms);
+                    used += (size_t)snprintf(trouble + used, sizeof trouble - used,
+                                             "rank %d is not done after %d ms\n", r, patience_ms);
             break;
         }
         usleep(1000);
@@ -248,7 +273,8 @@ void crew_await(int flag, int count)
 {
     int64_t until = crew_now_ms() + 60000;
     while (atomic_load(&crew->flags[flag]) < count) {
-        CHECK(crew_now_ms() < until, "flag %d stays at %d, not %d", flag, atomic_load(&crew->flags[flag]), count);
+        CHECK(crew_now_ms() < until, "flag %d stays at %d, not %d", flag, atomic_load(&crew->flags[flag]),
+              count);
         usleep(200);
     }
 }
@@ -260,7 +286,8 @@ static int32_t table_set(void *user, const char *key, const void *value, size_t 
     char whole[192];
     snprintf(whole, sizeof whole, "%s/%s", (const char *)user, key);
     int at = atomic_fetch_add(&shared->n_keys, 1);
-    if (at >= (int)(sizeof shared->keys / sizeof *shared->keys) || bytes > sizeof shared->keys[0].value) return -1;
+    if (at >= (int)(sizeof shared->keys / sizeof *shared->keys) || bytes > sizeof shared->keys[0].value)
+        return -1;
     memcpy(shared->keys[at].key, whole, sizeof whole);
     memcpy(shared->keys[at].value, value, bytes);
     shared->keys[at].bytes = bytes;
@@ -268,7 +295,8 @@ static int32_t table_set(void *user, const char *key, const void *value, size_t 
     return 0;
 }
 
-static int32_t table_get(void *user, const char *key, void *buffer, size_t capacity, size_t *bytes, int64_t timeout_ms)
+static int32_t table_get(void *user, const char *key, void *buffer, size_t capacity, size_t *bytes,
+                         int64_t timeout_ms)
 {
     char whole[192];
     snprintf(whole, sizeof whole, "%s/%s", (const char *)user, key);
@@ -304,20 +332,19 @@ static int32_t table_wait(void *user, const char *key, int64_t timeout_ms)
     return table_get(user, key, buffer, sizeof buffer, &bytes, timeout_ms);
 }
 
-static void table_release(void *user)
-{
-    free(user);
-}
-
 fsdp_store *crew_store(const char *name, int rank, int n, int64_t timeout_ms)
 {
+    /* Names live for ever: in a forked child nobody is told to free them. */
+    static char names[256][16];
+    static atomic_int used;
+    char *kept = names[atomic_fetch_add(&used, 1) % 256];
+    snprintf(kept, sizeof names[0], "%s", name);
     fsdp_store_callbacks callbacks = {.struct_size = sizeof callbacks,
-                                      .user = strdup(name),
+                                      .user = kept,
                                       .set = table_set,
                                       .get = table_get,
                                       .add = table_add,
-                                      .wait = table_wait,
-                                      .release = table_release};
+                                      .wait = table_wait};
     fsdp_store_options options = {
         .struct_size = sizeof options, .rank = rank, .world_size = n, .timeout_ms = timeout_ms};
     fsdp_store *store = NULL;
@@ -360,7 +387,8 @@ DLTensor *crew_tensor(void *data, DLDataType dtype, int64_t count)
 
 float *crew_floats(int64_t count, float value)
 {
-    float *p = mmap(NULL, (size_t)count * sizeof *p + 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    float *p =
+        mmap(NULL, (size_t)count * sizeof *p + 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(p != MAP_FAILED, "no memory");
     for (int64_t i = 0; i < count; i++) p[i] = value;
     return p;

@@ -1,7 +1,8 @@
-/* A crew: ranks that are meant to get into trouble. Each is a forked process (or, in crew_threads, a thread) that runs one
- * function, checks what it sees with CHECK, and leaves its verdict in shared memory. The test's process waits for all of
- * them up to a deadline, kills by pid what is left, and reports the first verdict that is not good. They meet through a
- * small table in the same shared memory, so that nothing but the group itself is under test. */
+/* A crew: ranks that are meant to get into trouble. Each is a forked process (or, in crew_threads, a thread)
+ * that runs one function, checks what it sees with CHECK, and leaves its verdict in shared memory. The test's
+ * process waits for all of them up to a deadline, kills by pid what is left, and reports the first verdict
+ * that is not good. They meet through a small table in the same shared memory, so that nothing but the group
+ * itself is under test. */
 #ifndef FSDP_TESTS_CREW_H
 #define FSDP_TESTS_CREW_H
 
@@ -16,8 +17,8 @@
 
 /* What all processes of a test share. */
 struct crew_shared {
-    atomic_int flags[16];       /* meeting points: crew_raise, crew_await */
-    _Atomic int64_t event_ns;   /* when the trouble began, on the monotonic clock */
+    atomic_int flags[16];        /* meeting points: crew_raise, crew_await */
+    _Atomic int64_t event_ns;    /* when the trouble began, on the monotonic clock */
     _Atomic int64_t numbers[64]; /* for the test */
 };
 extern struct crew_shared *crew;
@@ -43,9 +44,10 @@ void crew_init(void); /* .init and .fini of every suite */
 void crew_fini(void);
 void crew_start(int n, crew_fn fn);
 void crew_start_one(int rank, crew_fn fn);
-void crew_mortal(int rank);     /* this one is meant to be killed */
+void crew_leaky(void);      /* in a rank: it ends without giving back what it has, on purpose */
+void crew_mortal(int rank); /* this one is meant to be killed */
 pid_t crew_pid(int rank);
-void crew_kill(int rank);       /* SIGKILL from the test's process; marks event_ns */
+void crew_kill(int rank);        /* SIGKILL from the test's process; marks event_ns */
 void crew_join(int patience_ms); /* all done and content, else the test fails */
 void crew_run(int n, int patience_ms, crew_fn fn);
 void crew_threads(int n, crew_fn fn); /* the ranks as threads of this process, to their end */

@@ -1,5 +1,6 @@
-/* Ranks that are late, stopped, killed, aborted or forked, and machines that refuse what the library asks for: everybody
- * else gets a status and a sentence that names the culprit, within a bound, and other groups go on. */
+/* Ranks that are late, stopped, killed, aborted or forked, and machines that refuse what the library asks
+ * for: everybody else gets a status and a sentence that names the culprit, within a bound, and other groups
+ * go on. */
 #include "crew.h"
 
 #include <errno.h>
@@ -64,12 +65,14 @@ static void expect_lost(fsdp_status got, int rank, const char *how, const char *
     CHECK(culprit() == rank, "rank_a is %d: %s", culprit(), fsdp_last_error());
     CHECK(ms < SOON_MS, "noticed after %lld ms", (long long)ms);
     int64_t most = atomic_load(&crew->numbers[0]);
-    while (ms > most && !atomic_compare_exchange_weak(&crew->numbers[0], &most, ms)) {}
+    while (ms > most && !atomic_compare_exchange_weak(&crew->numbers[0], &most, ms)) {
+    }
 }
 
 static void tell_time(const char *what)
 {
-    fprintf(stderr, "TIME %-46s noticed after at most %lld ms\n", what, (long long)atomic_load(&crew->numbers[0]));
+    fprintf(stderr, "TIME %-46s noticed after at most %lld ms\n", what,
+            (long long)atomic_load(&crew->numbers[0]));
     atomic_store(&crew->numbers[0], 0);
 }
 
@@ -79,7 +82,8 @@ static void again(void)
     crew_init();
 }
 
-/* ---- Time is up -------------------------------------------------------------------------------------------------- */
+/* ---- Time is up
+ * -------------------------------------------------------------------------------------------------- */
 
 /* Rank 1 does not call; the others say so in time, and rank 1 then learns it at once. */
 static void late(int rank)
@@ -128,7 +132,10 @@ static void late_barrier(int rank)
     fsdp_group_release(group);
 }
 
-Test(timeouts, a_late_barrier) { crew_run(2, 8000, late_barrier); }
+Test(timeouts, a_late_barrier)
+{
+    crew_run(2, 8000, late_barrier);
+}
 
 static void late_message(int rank)
 {
@@ -140,7 +147,8 @@ static void late_message(int rank)
         EXPECT(fsdp_recv(group, crew_tensor(data, F32, 4), 0, 5, NULL), FSDP_ERR_TIMEOUT, "rank 1", "tag 5");
     } else {
         int64_t begin = crew_now_ms();
-        EXPECT(fsdp_send(group, crew_tensor(data, F32, 4), 1, 5, NULL), FSDP_ERR_TIMEOUT, "rank 1", "tag 5", "send");
+        EXPECT(fsdp_send(group, crew_tensor(data, F32, 4), 1, 5, NULL), FSDP_ERR_TIMEOUT, "rank 1", "tag 5",
+               "send");
         CHECK(culprit() == 1, "rank_a is %d", culprit());
         CHECK(crew_now_ms() - begin < 2300, "it took %lld ms", (long long)(crew_now_ms() - begin));
         crew_raise(0);
@@ -148,7 +156,10 @@ static void late_message(int rank)
     fsdp_group_release(group);
 }
 
-Test(timeouts, a_message_nobody_takes) { crew_run(2, 8000, late_message); }
+Test(timeouts, a_message_nobody_takes)
+{
+    crew_run(2, 8000, late_message);
+}
 
 static void any_message(int rank)
 {
@@ -156,7 +167,8 @@ static void any_message(int rank)
     fsdp_group *group = crew_group(rank, 2, &options);
     float data[4] = {0};
     if (rank == 0) {
-        EXPECT(fsdp_recv(group, crew_tensor(data, F32, 4), FSDP_ANY_RANK, 5, NULL), FSDP_ERR_TIMEOUT, "any rank", "tag 5");
+        EXPECT(fsdp_recv(group, crew_tensor(data, F32, 4), FSDP_ANY_RANK, 5, NULL), FSDP_ERR_TIMEOUT,
+               "any rank", "tag 5");
         crew_raise(0);
     } else {
         crew_await(0, 1);
@@ -164,7 +176,10 @@ static void any_message(int rank)
     fsdp_group_release(group);
 }
 
-Test(timeouts, a_message_from_anyone) { crew_run(2, 8000, any_message); }
+Test(timeouts, a_message_from_anyone)
+{
+    crew_run(2, 8000, any_message);
+}
 
 /* Other messages flow all the while: that must not hide the one that doesn't. */
 static void traffic(int rank)
@@ -182,7 +197,8 @@ static void traffic(int rank)
         while (got == FSDP_OK && crew_now_ms() < begin + 4000) {
             DLTensor *t = crew_tensor(data, F32, 4);
             got = rank == 0 ? fsdp_send(group, t, 1, 1, NULL) : fsdp_recv(group, t, 0, 1, NULL);
-            if (got == FSDP_OK) got = rank == 0 ? fsdp_recv(group, t, 1, 1, NULL) : fsdp_send(group, t, 0, 1, NULL);
+            if (got == FSDP_OK)
+                got = rank == 0 ? fsdp_recv(group, t, 1, 1, NULL) : fsdp_send(group, t, 0, 1, NULL);
         }
         EXPECT(got, FSDP_ERR_TIMEOUT, "tag 9", "rank 2");
         CHECK(crew_now_ms() - begin < 2500, "it took %lld ms", (long long)(crew_now_ms() - begin));
@@ -193,7 +209,10 @@ static void traffic(int rank)
     fsdp_group_release(group);
 }
 
-Test(timeouts, a_message_beside_many_others) { crew_run(3, 10000, traffic); }
+Test(timeouts, a_message_beside_many_others)
+{
+    crew_run(3, 10000, traffic);
+}
 
 /* A stopped rank is late, not dead. */
 static void stopped(int rank)
@@ -267,7 +286,10 @@ static void patience(int rank)
     fsdp_group_release(group);
 }
 
-Test(timeouts, of_a_wait_only) { crew_run(2, 8000, patience); }
+Test(timeouts, of_a_wait_only)
+{
+    crew_run(2, 8000, patience);
+}
 
 /* Nobody comes to make the group: the group's own timeout counts, not the store's. */
 static void alone(int rank)
@@ -281,9 +303,13 @@ static void alone(int rank)
     fsdp_store_release(store);
 }
 
-Test(timeouts, of_making_a_group) { crew_run(1, 24000, alone); }
+Test(timeouts, of_making_a_group)
+{
+    crew_run(1, 24000, alone);
+}
 
-/* ---- Death ------------------------------------------------------------------------------------------------------- */
+/* ---- Death
+ * ------------------------------------------------------------------------------------------------------- */
 
 /* How the survivors wait: spinning or asleep; on 2 processors both are seen. */
 static int32_t spin;
@@ -300,7 +326,8 @@ static void die_before(int rank)
     fsdp_group *group = mortal_group(rank, 4);
     OK(fsdp_barrier(group, NULL));
     if (rank == 2) crew_die();
-    while (atomic_load(&crew->event_ns) == 0) {}
+    while (atomic_load(&crew->event_ns) == 0) {
+    }
     crew_sleep_ms(30);
     expect_lost(fsdp_barrier(group, NULL), 2, "has ended", "barrier");
     int64_t begin = crew_now_ms();
@@ -358,12 +385,20 @@ static void die_in_transfer(int rank)
     crew_raise(0);
     for (int i = 0; got == FSDP_OK; i++) {
         switch (i % 4) {
-        case 0: got = reduce(group, in, LARGE, NULL); break;
-        case 1: got = fsdp_all_gather(group, crew_tensor(in, F32, part), crew_tensor(out, F32, 3 * part), NULL); break;
-        case 2:
-            got = fsdp_reduce_scatter(group, crew_tensor(in, F32, 3 * part), crew_tensor(out, F32, part), FSDP_AVG, NULL);
+        case 0:
+            got = reduce(group, in, LARGE, NULL);
             break;
-        default: got = fsdp_all_to_all(group, crew_tensor(in, F32, 3 * part), crew_tensor(out, F32, 3 * part), NULL); break;
+        case 1:
+            got = fsdp_all_gather(group, crew_tensor(in, F32, part), crew_tensor(out, F32, 3 * part), NULL);
+            break;
+        case 2:
+            got = fsdp_reduce_scatter(group, crew_tensor(in, F32, 3 * part), crew_tensor(out, F32, part),
+                                      FSDP_AVG, NULL);
+            break;
+        default:
+            got =
+                fsdp_all_to_all(group, crew_tensor(in, F32, 3 * part), crew_tensor(out, F32, 3 * part), NULL);
+            break;
         }
     }
     expect_lost(got, 1, "has ended", " ");
@@ -415,7 +450,8 @@ static void die_with_queue(int rank)
     int64_t ms = crew_ms_since_event();
     CHECK(ms < SOON_MS, "noticed after %lld ms", (long long)ms);
     int64_t most = atomic_load(&crew->numbers[0]);
-    while (ms > most && !atomic_compare_exchange_weak(&crew->numbers[0], &most, ms)) {}
+    while (ms > most && !atomic_compare_exchange_weak(&crew->numbers[0], &most, ms)) {
+    }
     for (int i = 0; i < 20; i++) crew_group_works(others, rank, 3); /* which goes on */
     fsdp_group_release(group);
     crew_group_works(others, rank, 3);
@@ -518,8 +554,8 @@ static void die_in_making(int rank)
         CHECK(culprit() == 1, "rank_a is %d: %s", culprit(), fsdp_last_error());
         CHECK(ms < SOON_MS, "noticed after %lld ms: %s", (long long)ms, fsdp_last_error());
     } else { /* it has told nobody that it is there, so its end can't be told from being late */
-        CHECK(got == FSDP_ERR_TIMEOUT && ms < 3500, "%s after %lld ms: %s", fsdp_status_name(got), (long long)ms,
-              fsdp_last_error());
+        CHECK(got == FSDP_ERR_TIMEOUT && ms < 3500, "%s after %lld ms: %s", fsdp_status_name(got),
+              (long long)ms, fsdp_last_error());
     }
     fsdp_group_release(group);
     fsdp_store_release(store);
@@ -537,10 +573,6 @@ Test(death, while_the_group_is_made)
         crew_join(12000);
     }
 }
-
-
-
-
 
 static void die_in_split(int rank)
 {
@@ -581,7 +613,8 @@ Test(death, in_a_split)
     }
 }
 
-/* ---- Leaving ----------------------------------------------------------------------------------------------------- */
+/* ---- Leaving
+ * ----------------------------------------------------------------------------------------------------- */
 
 static void leave_early(int rank)
 {
@@ -598,7 +631,10 @@ static void leave_early(int rank)
     fsdp_group_release(group);
 }
 
-Test(death, a_rank_that_releases) { crew_run(3, 8000, leave_early); }
+Test(death, a_rank_that_releases)
+{
+    crew_run(3, 8000, leave_early);
+}
 
 static void leave_message(int rank)
 {
@@ -619,9 +655,13 @@ static void leave_message(int rank)
     fsdp_group_release(group);
 }
 
-Test(death, all_others_release) { crew_run(3, 8000, leave_message); }
+Test(death, all_others_release)
+{
+    crew_run(3, 8000, leave_message);
+}
 
-/* The ordinary end of a program: whoever is first through the last call leaves first, by release or by exit. */
+/* The ordinary end of a program: whoever is first through the last call leaves first, by release or by exit.
+ */
 static void ordinary_end(int rank)
 {
     unsigned seed = (unsigned)getpid();
@@ -638,12 +678,19 @@ static void ordinary_end(int rank)
         for (int k = 0; k < 2048; k++) data[k] = (float)rank;
         if (rand_r(&seed) % 2) usleep((useconds_t)(rand_r(&seed) % 2000));
         switch (i % 5) {
-        case 0: OK(reduce(group, data, count, NULL)); break;
-        case 1: OK(fsdp_barrier(group, NULL)); break;
-        case 2: OK(fsdp_broadcast(group, crew_tensor(data, F32, count), i % 3, NULL)); break;
+        case 0:
+            OK(reduce(group, data, count, NULL));
+            break;
+        case 1:
+            OK(fsdp_barrier(group, NULL));
+            break;
+        case 2:
+            OK(fsdp_broadcast(group, crew_tensor(data, F32, count), i % 3, NULL));
+            break;
         case 3: {
             float all[3 * 2048];
-            OK(fsdp_gather(group, crew_tensor(data, F32, count), crew_tensor(all, F32, 3 * count), i % 3, NULL));
+            OK(fsdp_gather(group, crew_tensor(data, F32, count), crew_tensor(all, F32, 3 * count), i % 3,
+                           NULL));
             break;
         }
         default:
@@ -654,7 +701,10 @@ static void ordinary_end(int rank)
     }
 }
 
-Test(death, never_told_at_an_ordinary_end) { crew_run(3, 60000, ordinary_end); }
+Test(death, never_told_at_an_ordinary_end)
+{
+    crew_run(3, 60000, ordinary_end);
+}
 
 /* The same with processes that end without releasing anything, in the middle of what others still finish. */
 static void ordinary_exit(int rank)
@@ -664,7 +714,7 @@ static void ordinary_exit(int rank)
     float *data = crew_floats(size, 1);
     for (int i = 0; i < 3; i++) OK(reduce(group, data, size, NULL));
     OK(fsdp_barrier(group, NULL));
-    atomic_store(&crew->flags[15], 1);
+    crew_leaky();
 }
 
 Test(death, never_told_when_all_are_through)
@@ -677,7 +727,8 @@ Test(death, never_told_when_all_are_through)
     }
 }
 
-/* ---- Aborting ---------------------------------------------------------------------------------------------------- */
+/* ---- Aborting
+ * ---------------------------------------------------------------------------------------------------- */
 
 struct aborter {
     fsdp_group *group;
@@ -710,14 +761,23 @@ static void abort_blocked(int rank)
         fsdp_work *works[3] = {NULL};
         crew_raise(0);
         switch (how) {
-        case 0: got = fsdp_barrier(group, NULL); break;
-        case 1: got = reduce(group, data, 1 << 16, NULL); break;
-        case 2: got = fsdp_recv(group, crew_tensor(data, F32, 4), 2, 1, NULL); break;
-        case 3: got = fsdp_send(group, crew_tensor(data, F32, 1 << 16), 2, 1, NULL); break;
+        case 0:
+            got = fsdp_barrier(group, NULL);
+            break;
+        case 1:
+            got = reduce(group, data, 1 << 16, NULL);
+            break;
+        case 2:
+            got = fsdp_recv(group, crew_tensor(data, F32, 4), 2, 1, NULL);
+            break;
+        case 3:
+            got = fsdp_send(group, crew_tensor(data, F32, 1 << 16), 2, 1, NULL);
+            break;
         default:
             for (int i = 0; i < 3; i++) {
                 DLTensor *t = crew_tensor(data + i * 64, F32, 64);
-                OK(how == 4 ? reduce(group, data + i * 64, 64, &works[i]) : fsdp_recv(group, t, FSDP_ANY_RANK, i, &works[i]));
+                OK(how == 4 ? reduce(group, data + i * 64, 64, &works[i])
+                            : fsdp_recv(group, t, FSDP_ANY_RANK, i, &works[i]));
             }
             for (int i = 2; i >= 0; i--) {
                 got = fsdp_work_wait(works[i], i ? 5000 : -1);
@@ -764,7 +824,10 @@ static void abort_unused(int rank)
     fsdp_group_release(group);
 }
 
-Test(aborts, before_anything) { crew_run(2, 8000, abort_unused); }
+Test(aborts, before_anything)
+{
+    crew_run(2, 8000, abort_unused);
+}
 
 static void abort_alone(int rank)
 {
@@ -780,9 +843,13 @@ static void abort_alone(int rank)
     fsdp_group_release(group);
 }
 
-Test(aborts, of_a_group_of_one) { crew_run(1, 8000, abort_alone); }
+Test(aborts, of_a_group_of_one)
+{
+    crew_run(1, 8000, abort_alone);
+}
 
-/* ---- fork() ------------------------------------------------------------------------------------------------------ */
+/* ---- fork()
+ * ------------------------------------------------------------------------------------------------------ */
 
 static void in_child(fsdp_group *group, fsdp_work *work, fsdp_model *model, fsdp_unit *unit,
                      DLManagedTensorVersioned *full)
@@ -833,7 +900,8 @@ static void in_child(fsdp_group *group, fsdp_work *work, fsdp_model *model, fsdp
     REFUSED(fsdp_model_zero_grad(model));
     REFUSED(fsdp_model_reset(model));
     REFUSED(fsdp_model_memory(model, &memory));
-    CHECK(((float *)full->dl_tensor.data)[0] == 3, "the child reads %g", (double)((float *)full->dl_tensor.data)[0]);
+    CHECK(((float *)full->dl_tensor.data)[0] == 3, "the child reads %g",
+          (double)((float *)full->dl_tensor.data)[0]);
     ((float *)full->dl_tensor.data)[0] = 99; /* its own copy */
     full->deleter(full);
     fsdp_work_release(work);
@@ -858,7 +926,8 @@ static void with_children(int rank)
 {
     fsdp_group_options options = crew_options(10000, direct);
     fsdp_group *group = crew_group(rank, 2, &options);
-    fsdp_model_options shape = {.struct_size = sizeof shape, .private_unshard = how, .no_reshard_after_forward = 1};
+    fsdp_model_options shape = {
+        .struct_size = sizeof shape, .private_unshard = how, .no_reshard_after_forward = 1};
     fsdp_model *model = NULL;
     fsdp_unit *unit = NULL;
     float values[8] = {3, 3, 3, 3, 3, 3, 3, 3};
@@ -932,7 +1001,8 @@ Test(forks, a_child_is_refused_and_harms_nothing)
         }
 }
 
-/* ---- What the machine refuses ------------------------------------------------------------------------------------ */
+/* ---- What the machine refuses
+ * ------------------------------------------------------------------------------------ */
 
 /* From here on, this process's system call `number` fails with `error`. */
 static void refuse_syscall(int number, int error)
@@ -982,7 +1052,10 @@ static void no_direct_reads(int rank)
     fsdp_store_release(store);
 }
 
-Test(limits, process_vm_readv_refused) { crew_run(3, 15000, no_direct_reads); }
+Test(limits, process_vm_readv_refused)
+{
+    crew_run(3, 15000, no_direct_reads);
+}
 
 static void no_pidfd(int rank)
 {
@@ -1021,6 +1094,7 @@ static void lower(int resource, rlim_t value)
 static void limited(int rank)
 {
     fsdp_store *store = crew_store("limited", rank, 3, 20000);
+    crew_leaky(); /* a checker without descriptors can't tell */
     fsdp_group_options options = crew_options(6000, 0);
     fsdp_group *group = NULL;
     fsdp_status wanted = FSDP_ERR_NOMEM;
@@ -1125,7 +1199,8 @@ Test(limits, a_unit_that_does_not_fit)
     }
 }
 
-/* ---- Leaks ------------------------------------------------------------------------------------------------------- */
+/* ---- Leaks
+ * ------------------------------------------------------------------------------------------------------- */
 
 static int lines_of(const char *path)
 {
@@ -1165,7 +1240,8 @@ static void come_and_go(int rank)
     }
     int now_fds = crew_entries("/proc/self/fd"), now_maps = lines_of("/proc/self/maps");
     int now_tasks = crew_entries("/proc/self/task");
-    CHECK(now_fds == fds && now_tasks == tasks, "descriptors %d -> %d, threads %d -> %d", fds, now_fds, tasks, now_tasks);
+    CHECK(now_fds == fds && now_tasks == tasks, "descriptors %d -> %d, threads %d -> %d", fds, now_fds, tasks,
+          now_tasks);
     CHECK(SANITIZED || now_maps <= maps + 6, "mappings %d -> %d", maps, now_maps);
     fsdp_group_release(parent);
 }
@@ -1177,10 +1253,11 @@ Test(limits, two_hundred_groups_leave_nothing)
     cr_assert(crew_entries("/dev/shm") == before, "left in /dev/shm");
 }
 
-/* ---- A peer that scribbles --------------------------------------------------------------------------------------- */
+/* ---- A peer that scribbles
+ * --------------------------------------------------------------------------------------- */
 
-/* Rank 0 overwrites its own area, channels, staging and even the segment's header with noise while the others work. They
- * may fail or compute nonsense; they may not crash, write beside their outputs, or take long. */
+/* Rank 0 overwrites its own area, channels, staging and even the segment's header with noise while the others
+ * work. They may fail or compute nonsense; they may not crash, write beside their outputs, or take long. */
 static void scribble(int rank)
 {
     fsdp_group_options options = crew_options(700, direct);
@@ -1194,11 +1271,13 @@ static void scribble(int rank)
         struct shm *t = (struct shm *)group->transport;
         unsigned seed = (unsigned)how * 7919u + (unsigned)direct + 1;
         char *places[] = {(char *)&t->areas[0], (char *)&t->channels[0], t->staging, (char *)t->segment};
-        size_t sizes[] = {sizeof *t->areas, sizeof *t->channels * 3, (size_t)SHM_DEPTH * (256 << 10), sizeof *t->segment};
+        size_t sizes[] = {sizeof *t->areas, sizeof *t->channels * 3, (size_t)SHM_DEPTH * (256 << 10),
+                          sizeof *t->segment};
         int place = how % 4;
         for (int64_t until = crew_now_ms() + 500; crew_now_ms() < until && atomic_load(&crew->flags[1]) < 2;)
             for (int i = 0; i < 2000; i++) {
-                size_t at = (size_t)rand_r(&seed) % (i % 4 ? (sizes[place] < 2048 ? sizes[place] : 2048) : sizes[place]);
+                size_t at = (size_t)rand_r(&seed) %
+                            (i % 4 ? (sizes[place] < 2048 ? sizes[place] : 2048) : sizes[place]);
                 places[place][at] = (char)rand_r(&seed);
             }
         crew_await(1, 2);
@@ -1210,10 +1289,21 @@ static void scribble(int rank)
         int64_t each[3] = {1000, 3000, 11000}, back[3];
         for (int r = 0; r < 3; r++) back[r] = each[rank];
         switch (i % 6) {
-        case 0: got = fsdp_all_reduce(group, crew_tensor(in, F32, COUNT), crew_tensor(out, F32, COUNT), FSDP_SUM, NULL); break;
-        case 1: got = fsdp_all_gather_v(group, crew_tensor(in, F32, each[rank]), crew_tensor(out, F32, COUNT), each, NULL); break;
-        case 2: got = fsdp_reduce_scatter(group, crew_tensor(in, F32, 30), crew_tensor(out, F32, 10), FSDP_SUM, NULL); break;
-        case 3: got = fsdp_barrier(group, NULL); break;
+        case 0:
+            got = fsdp_all_reduce(group, crew_tensor(in, F32, COUNT), crew_tensor(out, F32, COUNT), FSDP_SUM,
+                                  NULL);
+            break;
+        case 1:
+            got = fsdp_all_gather_v(group, crew_tensor(in, F32, each[rank]), crew_tensor(out, F32, COUNT),
+                                    each, NULL);
+            break;
+        case 2:
+            got = fsdp_reduce_scatter(group, crew_tensor(in, F32, 30), crew_tensor(out, F32, 10), FSDP_SUM,
+                                      NULL);
+            break;
+        case 3:
+            got = fsdp_barrier(group, NULL);
+            break;
         case 4: {
             DLTensor *t = crew_tensor(out, F32, 9000);
             fsdp_work *work = NULL;
@@ -1227,7 +1317,8 @@ static void scribble(int rank)
         }
         default:
             if (back[0] * 3 > COUNT) back[0] = back[1] = back[2] = 1000;
-            got = fsdp_all_to_all_v(group, crew_tensor(in, F32, COUNT), crew_tensor(out, F32, back[0] * 3), each, back, NULL);
+            got = fsdp_all_to_all_v(group, crew_tensor(in, F32, COUNT), crew_tensor(out, F32, back[0] * 3),
+                                    each, back, NULL);
         }
         CHECK(crew_now_ms() < limit, "it took %lld ms", (long long)(crew_now_ms() - begin));
     }
