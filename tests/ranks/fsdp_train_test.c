@@ -562,7 +562,14 @@ Test(fsdp_train, reset_makes_good_a_broken_iteration)
 
 /* ---- random plans */
 
-Test(fsdp_train, random_models_and_schedules)
+static uint64_t last_seed; /* the one that failed, if one did */
+
+static void tell_seed(void)
+{
+    fprintf(stderr, "FSDP_TEST_SEED=%llu was the last\n", (unsigned long long)last_seed);
+}
+
+Test(fsdp_train, random_models_and_schedules, .fini = tell_seed)
 {
     uint64_t seed = random_seed(), random = seed;
     int trials = getenv("FSDP_TEST_SEED") ? 1 : SANITIZED ? 20 : 60;
@@ -590,7 +597,7 @@ Test(fsdp_train, random_models_and_schedules)
         plan.edits = random_below(&p, 2);
         plan.naps = random_below(&p, 2);
         plan.unused = random_below(&p, 2);
-        cr_log_info("FSDP_TEST_SEED=%llu", (unsigned long long)plan.seed);
+        last_seed = plan.seed;
         ranks_run(n, rank_train, &plan);
     }
 }
