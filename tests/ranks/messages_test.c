@@ -224,6 +224,8 @@ Test(messages, from_any_rank)
     BOTH_WAYS(4, from_anyone);
 }
 
+#define WAITING 200
+
 static void to_oneself(struct rank *r)
 {
     fsdp_group *group = make_group(r);
@@ -244,16 +246,16 @@ static void to_oneself(struct rank *r)
         letter_read(&a), letter_read(&b), letter_read(&c), letter_read(&d), letter_read(&e), letter_read(&f);
     }
     /* Receives that wait keep their order while sends come one by one. */
-    for (int round = 0; round < 20; round++) {
-        static _Thread_local struct letter got[30], sent[30];
-        fsdp_work *receiving[30], *sending[30];
-        for (int i = 0; i < 30; i++)
+    for (int round = 0; round < 5; round++) {
+        static _Thread_local struct letter got[WAITING], sent[WAITING];
+        fsdp_work *receiving[WAITING], *sending[WAITING];
+        for (int i = 0; i < WAITING; i++)
             OK(fsdp_recv(group, &incoming(&got[i], r->rank, r->rank, i, 100 + i)->dl,
                          i % 4 ? r->rank : FSDP_ANY_RANK, 6, &receiving[i]));
-        for (int i = 0; i < 30; i++)
+        for (int i = 0; i < WAITING; i++)
             OK(fsdp_send(group, &outgoing(&sent[i], r->rank, r->rank, i, 100 + i)->dl, r->rank, 6,
                          &sending[i]));
-        for (int i = 0; i < 30; i++) {
+        for (int i = 0; i < WAITING; i++) {
             finish(receiving[i]);
             finish(sending[i]);
             letter_read(&got[i]), letter_read(&sent[i]);
