@@ -177,8 +177,6 @@ static void next_link(fsdp_status status, void *user)
         atomic_store(&c->done, 1);
         return;
     }
-    /* What would wait for itself is refused. */
-    EXPECT(fsdp_barrier(c->group, NULL), FSDP_ERR_STATE, "callback");
     fsdp_work *work;
     OK(sum(c->group, c->data, 4, &work));
     OK(fsdp_work_on_done(work, next_link, c));
@@ -220,6 +218,40 @@ Test(threads, callbacks_that_go_on)
         crew_init();
         crew_threads(2, chain);
     }
+}
+
+/* What would wait for itself is refused. */
+static void barrier_now(fsdp_status status, void *user)
+{
+    OK(status);
+    EXPECT(fsdp_barrier(user, NULL), FSDP_ERR_STATE, "callback");
+    crew_raise(6);
+}
+
+static void wait_in_callback(int rank)
+{
+    fsdp_group_options options = crew_options(20000, 0);
+    fsdp_group *group = crew_group(rank, 2, &options);
+    float data[4] = {1, 1, 1, 1};
+    if (rank == 0) {
+        fsdp_work *work;
+        OK(sum(group, data, 4, &work));
+        OK(fsdp_work_on_done(work, barrier_now, group));
+        crew_raise(5);
+        OK(fsdp_work_wait(work, -1));
+        crew_await(6, 1);
+        fsdp_work_release(work);
+    } else {
+        crew_await(5, 1);
+        OK(sum(group, data, 4, NULL));
+    }
+    OK(fsdp_barrier(group, NULL));
+    fsdp_group_release(group);
+}
+
+Test(threads, a_callback_that_waits_for_itself)
+{
+    crew_threads(2, wait_in_callback);
 }
 
 /* A callback that releases the last reference on whatever thread completes the work. */
@@ -364,6 +396,7 @@ int main(void)
                                           threads_two_threads_on_one_group_impl,
                                           threads_callbacks_that_go_on_impl,
                                           threads_the_last_reference_in_a_callback_impl,
+                                          threads_a_callback_that_waits_for_itself_impl,
                                           threads_release_drains_the_queue_impl,
                                           threads_abort_while_busy_impl};
     for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {
