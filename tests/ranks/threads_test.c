@@ -350,7 +350,7 @@ static void abort_busy(int rank)
 {
     fsdp_group_options options = crew_options(20000, direct);
     fsdp_group *group = groups[rank] = crew_group(rank, 2, &options);
-    float *data = crew_floats(100000, 1);
+    float *data = crew_floats(100000, 1), *sent = crew_floats(5000, 1), *taken = crew_floats(5000, 1);
     pthread_t thread;
     CHECK(pthread_create(&thread, NULL, abort_both, &rank) == 0, "no thread");
     fsdp_status got = FSDP_OK;
@@ -359,10 +359,9 @@ static void abort_busy(int rank)
         int n = 0;
         got = sum(group, data, 100000, &works[n]);
         if (got == FSDP_OK) n++;
-        if (got == FSDP_OK) got = fsdp_send(group, crew_tensor(data, F32, 5000), 1 - rank, 0, &works[n]);
+        if (got == FSDP_OK) got = fsdp_send(group, crew_tensor(sent, F32, 5000), 1 - rank, 0, &works[n]);
         if (got == FSDP_OK) n++;
-        if (got == FSDP_OK)
-            got = fsdp_recv(group, crew_tensor(data + 50000, F32, 5000), 1 - rank, 0, &works[n]);
+        if (got == FSDP_OK) got = fsdp_recv(group, crew_tensor(taken, F32, 5000), 1 - rank, 0, &works[n]);
         if (got == FSDP_OK) n++;
         for (int i = 0; i < n; i++) {
             fsdp_status one = fsdp_work_wait(works[i], -1);
