@@ -4,10 +4,11 @@
  *   unit.c    making a unit, its tensors, the hooks
  *   gather.c  unshard and reshard        reduce.c  gradients to the shards
  *
- * Ownership: a unit holds its model, a model its group; tensors handed out hold their unit. So memory that a host still
- * sees is never unmapped. Threads: one at a time for a model (the host's), but for the bodies of operations, which may
- * run on the group's progress thread and touch only what is named there, and for a unit's end, which comes on whatever thread
- * drops the last reference: what both touch is under the model's lock.
+ * Ownership: a unit holds its model, a model its group; tensors handed out hold their unit. So memory that a
+ * host still sees is never unmapped. Threads: one at a time for a model (the host's), but for the bodies of
+ * operations, which may run on the group's progress thread and touch only what is named there, and for a
+ * unit's end, which comes on whatever thread drops the last reference: what both touch is under the model's
+ * lock.
  */
 #ifndef FSDP_FSDP_FSDP_H
 #define FSDP_FSDP_FSDP_H
@@ -24,12 +25,12 @@ struct param {
     enum dtype type;
     int32_t ndim, frozen;
     int64_t shape[TENSOR_MAX_DIMS];
-    int64_t count, row;          /* elements in all, and in one row of dimension 0 */
-    int64_t *at;                 /* N + 1: the ranks' first elements (ceil rows each, trailing ranks shorter) */
-    int64_t rows;                /* of this rank's shard */
-    size_t full_at;              /* byte offset in the unit's full memory */
-    char *shard, *grad;          /* within the unit's blocks; NULL when empty (or frozen) */
-    char *accumulated;           /* unsharded gradients that were not synced, or NULL */
+    int64_t count, row; /* elements in all, and in one row of dimension 0 */
+    int64_t *at;        /* N + 1: the ranks' first elements (ceil rows each, trailing ranks shorter) */
+    int64_t rows;       /* of this rank's shard */
+    size_t full_at;     /* byte offset in the unit's full memory */
+    char *shard, *grad; /* within the unit's blocks; NULL when empty (or frozen) */
+    char *accumulated;  /* unsharded gradients that were not synced, or NULL */
     enum dtype accumulated_type; /* f32 for narrower floats */
 };
 
@@ -59,17 +60,17 @@ struct fsdp_unit {
 
     char *shards, *grads; /* one block each for all parameters */
     size_t shard_bytes, grad_bytes;
-    size_t full_bytes; /* of all parameters with their alignment */
+    size_t full_bytes;             /* of all parameters with their alignment */
     int64_t full_data, shard_data; /* the same without it, and of this rank's rows: for the counters */
-    char *full;        /* private view of the region, or private memory; one address for life */
+    char *full;                    /* private view of the region, or private memory; one address for life */
     size_t full_mapped;
     struct region region; /* mapped unless the model unshards privately */
     int32_t has_region;
     int32_t populated; /* the view's pages are mapped: no faults in the steady state */
 
     fsdp_unit_state state;
-    int32_t current;     /* what the last unshard published (or publishes) is what the shards hold, for all we were told */
-    int32_t accumulates; /* gradients were accumulated since the last reduction: on all ranks, since sync is set alike */
+    int32_t current;       /* what was last published is what the shards hold, for all that we were told */
+    int32_t accumulates;   /* gradients await a reduction: on all ranks, since sync is set alike */
     fsdp_work *unsharding; /* while UNSHARDING */
     fsdp_work *reducing;   /* asynchronous reduction under way */
 };
@@ -89,12 +90,13 @@ void model_memory(fsdp_model *model, fsdp_memory_info *info);
 void model_count_unsharded(fsdp_model *model, int64_t change);
 
 /* params: n structs of this library's size, with their tensors imported. */
-fsdp_status unit_create(fsdp_model *model, const char *name, const fsdp_param *params, const struct tensor *fulls, int32_t n,
-                        fsdp_unit **out);
+fsdp_status unit_create(fsdp_model *model, const char *name, const fsdp_param *params,
+                        const struct tensor *fulls, int32_t n, fsdp_unit **out);
 void unit_retain(fsdp_unit *unit);
 void unit_release(fsdp_unit *unit);
 enum unit_tensor { UNIT_SHARD, UNIT_FULL, UNIT_GRAD };
-fsdp_status unit_tensor(fsdp_unit *unit, int32_t index, enum unit_tensor which, DLManagedTensorVersioned **out);
+fsdp_status unit_tensor(fsdp_unit *unit, int32_t index, enum unit_tensor which,
+                        DLManagedTensorVersioned **out);
 
 /* Have a work keep the unit until it is complete. */
 fsdp_status unit_keep(fsdp_unit *unit, fsdp_work *work);

@@ -1,15 +1,16 @@
 /* Unshard and reshard: gather by publication.
  *
- * The unit's full parameters lie once on the host, in a region that all ranks map. To unshard, the ranks meet (which
- * says that each has resharded what was published before), each writes its own rows to their place through its shared
- * mapping, and they meet again. The host sees them through a private, copy-on-write view at an address that never changes;
- * what it edits there stays its own and is dropped on reshard.
+ * The unit's full parameters lie once on the host, in a region that all ranks map. To unshard, the ranks meet
+ * (which says that each has resharded what was published before), each writes its own rows to their place
+ * through its shared mapping, and they meet again. The host sees them through a private, copy-on-write view
+ * at an address that never changes; what it edits there stays its own and is dropped on reshard.
  *
- * While the shards have not changed since (from the unshard in forward to the end of backward), unsharding again costs
- * nothing: the region still holds them. All ranks know that alike, since they make the same calls.
+ * While the shards have not changed since (from the unshard in forward to the end of backward), unsharding
+ * again costs nothing: the region still holds them. All ranks know that alike, since they make the same
+ * calls.
  *
- * With private unsharding (by option) the full parameters are this rank's own memory, filled by an all-gather and given
- * back to the kernel on reshard.
+ * With private unsharding (by option) the full parameters are this rank's own memory, filled by an all-gather
+ * and given back to the kernel on reshard.
  */
 #include "fsdp/fsdp.h"
 
@@ -28,7 +29,9 @@ static fsdp_status publish(fsdp_group *group, struct op *op, struct deadline dea
         const struct param *p = &unit->params[i];
         size_t size = dtype_size(p->type);
         size_t bytes = (size_t)(p->at[group->rank + 1] - p->at[group->rank]) * size;
-        if (bytes) kernel_copy(unit->region.shared + p->full_at + (size_t)p->at[group->rank] * size, p->shard, bytes, stream);
+        if (bytes)
+            kernel_copy(unit->region.shared + p->full_at + (size_t)p->at[group->rank] * size, p->shard, bytes,
+                        stream);
     }
     atomic_fetch_add_explicit(&t->bytes_moved, (uint64_t)unit->shard_data, memory_order_relaxed);
     return t->ops->sync(t, deadline);
@@ -128,7 +131,8 @@ fsdp_status unit_unshard_end(fsdp_unit *unit)
 
 fsdp_unit_state unit_query_state(const fsdp_unit *unit)
 {
-    if (unit->state != FSDP_UNIT_UNSHARDING || !atomic_load_explicit(&unit->unsharding->done, memory_order_acquire))
+    if (unit->state != FSDP_UNIT_UNSHARDING ||
+        !atomic_load_explicit(&unit->unsharding->done, memory_order_acquire))
         return unit->state;
     return unit->unsharding->failure.status == FSDP_OK ? FSDP_UNIT_UNSHARDED : FSDP_UNIT_SHARDED;
 }

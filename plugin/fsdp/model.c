@@ -15,8 +15,8 @@ int model_is(const fsdp_model *model)
 fsdp_status model_create(fsdp_group *group, const fsdp_model_options *options, fsdp_model **out)
 {
     double divisor = options->gradient_divisor;
-    CHECK_ARG(isfinite(divisor) && divisor >= 0, "options.gradient_divisor is %g: a positive number, or 0 for the group's size",
-              divisor);
+    CHECK_ARG(isfinite(divisor) && divisor >= 0,
+              "options.gradient_divisor is %g: a positive number, or 0 for the group's size", divisor);
     TRY(group_usable(group));
     fsdp_model *model = mem_alloc(sizeof *model);
     if (!model) return mem_none("a model", sizeof *model);
@@ -74,7 +74,8 @@ static fsdp_status units_hold(fsdp_model *model, struct units *out)
     *out = (struct units){0};
     pthread_mutex_lock(&model->lock);
     for (fsdp_unit *unit = model->units; unit; unit = unit->next) n++;
-    if (n && !(out->at = mem_array((size_t)n, sizeof *out->at))) status = mem_none("a list of units", (size_t)n * sizeof *out->at);
+    if (n && !(out->at = mem_array((size_t)n, sizeof *out->at)))
+        status = mem_none("a list of units", (size_t)n * sizeof *out->at);
     for (fsdp_unit *unit = model->units; unit && status == FSDP_OK; unit = unit->next)
         if (ref_try_get(&unit->ref)) out->at[out->n++] = unit;
     pthread_mutex_unlock(&model->lock);
@@ -148,7 +149,8 @@ fsdp_status model_reset(fsdp_model *model)
         unit_zero_grad(units.at[i]);
     }
     units_drop(&units);
-    /* Ranks that are still in calls of the broken iteration get MISMATCH from them, and come here in their turn. */
+    /* Ranks that are still in calls of the broken iteration get MISMATCH from them, and come here in their
+     * turn. */
     int64_t deadline = os_now_ns() + group->timeout_ms * 1000000;
     for (;;) {
         fsdp_status status = group_exchange(group, FSDP_OP_RESET, HASH_START, NULL, 0, model);

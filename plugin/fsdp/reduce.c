@@ -1,11 +1,12 @@
 /* Gradients: from each rank's full gradients to the sharded ones, in one operation for a unit.
  *
- * Each rank owns its rows of every parameter and reduces all ranks' gradients for them, in rank order, into what its
- * sharded gradient already holds: sum, divided, added, rounded once. A parameter without a gradient on some rank counts as
- * zeros there, so ranks may differ in what they used. Frozen parameters take no part.
+ * Each rank owns its rows of every parameter and reduces all ranks' gradients for them, in rank order, into
+ * what its sharded gradient already holds: sum, divided, added, rounded once. A parameter without a gradient
+ * on some rank counts as zeros there, so ranks may differ in what they used. Frozen parameters take no part.
  *
- * Without sync the gradients are added to a full-size buffer of this rank (float32 for narrower floats, so that many small
- * steps don't vanish); the next synced reduction sends that buffer instead, with the last gradients added.
+ * Without sync the gradients are added to a full-size buffer of this rank (float32 for narrower floats, so
+ * that many small steps don't vanish); the next synced reduction sends that buffer instead, with the last
+ * gradients added.
  */
 #include "fsdp/fsdp.h"
 
@@ -39,7 +40,8 @@ void unit_zero_grad(fsdp_unit *unit)
 /* Checked gradients: shape and dtype of the parameter. */
 static fsdp_status grads_import(fsdp_unit *unit, const DLTensor *const *grads, int32_t n, struct tensor *out)
 {
-    CHECK_ARG(n == unit->n_params, "n is %d, but unit '%s' has %d parameters: give an entry for each, NULL for none", n,
+    CHECK_ARG(n == unit->n_params,
+              "n is %d, but unit '%s' has %d parameters: give an entry for each, NULL for none", n,
               unit->name, unit->n_params);
     for (int32_t i = 0; i < n; i++) {
         const struct param *p = &unit->params[i];
@@ -50,8 +52,9 @@ static fsdp_status grads_import(fsdp_unit *unit, const DLTensor *const *grads, i
         TRY(tensor_import(grads[i], name, &out[i]));
         struct tensor full;
         tensor_make(&full, NULL, p->type, p->ndim, p->shape);
-        CHECK_ARG(out[i].type == p->type && tensor_same_shape(&out[i], &full), "%s is %s: it must be as the parameter, %s", name,
-                  tensor_text(&out[i], text), tensor_text(&full, want));
+        CHECK_ARG(out[i].type == p->type && tensor_same_shape(&out[i], &full),
+                  "%s is %s: it must be as the parameter, %s", name, tensor_text(&out[i], text),
+                  tensor_text(&full, want));
     }
     return FSDP_OK;
 }
@@ -73,12 +76,13 @@ static fsdp_status pieces_make(fsdp_work *work, fsdp_unit *unit, const struct te
         if (p->frozen) continue;
         char *in = NULL;
         if (grads[i].count >= 0) TRY(work_pack(work, &op->packed, &grads[i], 0, &in));
-        transfer->pieces[transfer->n_pieces++] = (struct piece){.in = in,
-                                                                .out = p->grad,
-                                                                .type = p->type,
-                                                                .out_type = p->type,
-                                                                .in_split = {.count = p->count, .at = p->at, .only = -1},
-                                                                .out_split = {.only = -1}};
+        transfer->pieces[transfer->n_pieces++] =
+            (struct piece){.in = in,
+                           .out = p->grad,
+                           .type = p->type,
+                           .out_type = p->type,
+                           .in_split = {.count = p->count, .at = p->at, .only = -1},
+                           .out_split = {.only = -1}};
         op->header.count += p->count;
     }
     return FSDP_OK;
@@ -102,7 +106,8 @@ static fsdp_status buffers_make(fsdp_unit *unit, const struct transfer *transfer
 
 static void accumulate(fsdp_unit *unit, const struct op *op)
 {
-    for (const struct packed *packed = op->packed; packed; packed = packed->next) tensor_pack(packed->copy, &packed->tensor);
+    for (const struct packed *packed = op->packed; packed; packed = packed->next)
+        tensor_pack(packed->copy, &packed->tensor);
     for (int32_t i = 0, k = 0; i < unit->n_params; i++) {
         struct param *p = &unit->params[i];
         if (p->frozen) continue;
@@ -142,7 +147,8 @@ static fsdp_status reduce(fsdp_unit *unit, const struct tensor *grads, fsdp_work
     TRY(work_create(group, &group->collectives, 1, 0, &work));
     struct op *op = &work->ops[0];
     op->kind = FSDP_OP_REDUCE_GRADS;
-    op->header = (struct call_header){.kind = FSDP_OP_REDUCE_GRADS, .type = -1, .root = -1, .hash = unit->hash};
+    op->header =
+        (struct call_header){.kind = FSDP_OP_REDUCE_GRADS, .type = -1, .root = -1, .hash = unit->hash};
     op->payload = unit->name;
     op->payload_bytes = sizeof unit->name;
 
@@ -189,8 +195,10 @@ fsdp_status unit_post_backward(fsdp_unit *unit, const DLTensor *const *grads, in
     struct tensor *checked = mem_array((size_t)unit->n_params, sizeof *checked);
     if (!checked) return mem_none("gradients", (size_t)unit->n_params * sizeof *checked);
     fsdp_status status = grads_import(unit, grads, n, checked);
-    if (status == FSDP_OK) status = unit_settle(unit); /* one reduction of a unit at a time: the next adds to its result */
-    if (status == FSDP_OK) status = unit_unshard_end(unit); /* so that resharding can't fail once the work is on its way */
+    if (status == FSDP_OK)
+        status = unit_settle(unit); /* one reduction of a unit at a time: the next adds to its result */
+    if (status == FSDP_OK)
+        status = unit_unshard_end(unit); /* so that resharding can't fail once the work is on its way */
     if (status == FSDP_OK) status = reduce(unit, checked, handle);
     mem_free(checked);
     return status == FSDP_OK ? unit_reshard(unit) : status;
