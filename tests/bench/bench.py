@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from textwrap import fill
 
 HERE = Path(__file__).resolve().parent
 BUILD = Path(os.environ.get("FSDP_BUILD", HERE.parent.parent / "build"))
@@ -61,7 +62,7 @@ def time_name(seconds):
 
 
 def hop_ns():
-    """How long a word takes between the first two processors and back; None where there is one, or no C compiler's build.
+    """How long a word takes between the first two processors and back; None where there is one, or no build of cores.c.
 
     Ratios depend on it, and on a virtual machine it changes from minute to minute (190 ns within a cache complex of
     an EPYC, 540 ns across two), so each row says what it was."""
@@ -392,10 +393,11 @@ class Report:
             for index, label in enumerate(labels):
                 places = [i for i, row in enumerate(shown) if row[label]]
                 values = [shown[i].ratio(label, baseline) for i in places]
-                bars = panel.bar([i + width * (index - (len(labels) - 1) / 2) for i in places], values, width, label=label)
-                panel.bar_label(bars, fmt="%.2g", fontsize=7)
+                at = [i + width * (index - (len(labels) - 1) / 2) for i in places]
+                bars = panel.bar(at, values, width, label=label)
+                panel.bar_label(bars, [f"{v:.2f}" if v < 10 else f"{v:.0f}" for v in values], fontsize=7)
             panel.axhline(1, color="black", linewidth=0.8, linestyle="--")
-            panel.set_xticks(range(len(shown)), [f"{row.title}\n{row.ranks} ranks" for row in shown], fontsize=8)
+            panel.set_xticks(range(len(shown)), [f"{fill(row.title, 14)}\n{row.ranks} ranks" for row in shown], fontsize=8)
             panel.set_yscale("log")
             panel.margins(y=0.15)
             panel.set_ylabel(f"times {baseline}")

@@ -156,15 +156,15 @@ def unshard(options, report, contest, ranks):
     name = f"unshard_64m_{ranks}r"
     if bench.wanted(options, name):
         contenders = contest.ours("unshard", count) + [contest.memcpy(count)]
-        row = report.measure(Row("unshard, shards changed", ranks, count, contenders, rounds(options, count)))
+        row = report.measure(Row("unshard, changed", ranks, count, contenders, rounds(options, count)))
         must, stretch = UNSHARD_TARGETS.get(ranks, (None, None))
         report.figure(f"{name}_vs_memcpy", row.ratio("libfsdp", "memcpy"), "lower", must, stretch)
         contenders = contest.ours("unshard_reshard", count) + [contest.memcpy(count)]
-        row = report.measure(Row("the same and reshard", ranks, count, contenders, rounds(options, count)))
+        row = report.measure(Row("unshard and reshard", ranks, count, contenders, rounds(options, count)))
         report.figure(f"unshard_reshard_64m_{ranks}r_vs_memcpy", row.ratio("libfsdp", "memcpy"))
     name = f"unshard_again_64m_{ranks}r"
     if bench.wanted(options, name):
-        row = Row("unshard, nothing changed", ranks, count, contest.ours("unshard_again", count), rounds(options, 0))
+        row = Row("unshard, as before", ranks, count, contest.ours("unshard_again", count), rounds(options, 0))
         report.measure(row)
         must, stretch = AGAIN_TARGET if ranks == 2 else (None, None)
         report.figure(f"{name}_us", row["libfsdp"].median * 1e6, "lower", must, stretch)
