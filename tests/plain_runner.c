@@ -47,8 +47,8 @@ void criterion_send_assert(struct criterion_assert_stats *stats)
 {
     if (stats->passed) return;
     failed = 1;
-    fprintf(stderr, "%s/%s: %s:%u: %s\n", current->category, current->name, stats->file, stats->line,
-            stats->message);
+    if (current) fprintf(stderr, "%s/%s: ", current->category, current->name);
+    fprintf(stderr, "%s:%u: %s\n", stats->file, stats->line, stats->message);
 }
 
 static _Noreturn void leave(int status)
@@ -59,7 +59,7 @@ static _Noreturn void leave(int status)
 
 void criterion_abort_test(void)
 {
-    criterion_internal_test_teardown();
+    if (current) criterion_internal_test_teardown();
     leave(1);
 }
 
@@ -92,7 +92,8 @@ static int run(const struct criterion_test *test)
     return !(WIFEXITED(status) && WEXITSTATUS(status) == test->data->exit_code);
 }
 
-int main(int argc, char **argv)
+/* A suite may bring its own. */
+__attribute__((weak)) int main(int argc, char **argv)
 {
     int bad = 0, ran = 0;
     for (struct criterion_test **t = __start_cr_tst; t < __stop_cr_tst; t++) {
