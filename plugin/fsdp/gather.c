@@ -140,7 +140,7 @@ fsdp_unit_state unit_query_state(const fsdp_unit *unit)
 fsdp_status unit_unshard(fsdp_unit *unit, fsdp_work **handle)
 {
     TRY(group_usable(unit->model->group));
-    if (unit->state == FSDP_UNIT_UNSHARDING && handle) {
+    if (unit->state == FSDP_UNIT_UNSHARDING && unit->current && handle) {
         ref_get(&unit->unsharding->ref);
         *handle = unit->unsharding;
         return FSDP_OK;

@@ -184,6 +184,17 @@ static void rank_republish(struct rank *r)
     OK(fsdp_unit_pre_forward(u.unit)); /* unsharded, but of older values */
     CHECK(operations_of(group) == begun + 3, "changed shards are published");
     expect_full(&u, 1, "changed by hand");
+    OK(fsdp_unit_reshard(u.unit));
+    for (int seed = 2; seed < 4; seed++) { /* also where the unshard before was only waited for */
+        set_shards(&u, seed);
+        OK(fsdp_unit_shard_changed(u.unit));
+        fsdp_work *work;
+        OK(fsdp_unit_unshard(u.unit, &work));
+        OK(fsdp_work_wait(work, -1));
+        fsdp_work_release(work);
+        expect_full(&u, seed, "changed after an asynchronous unshard");
+    }
+    CHECK(operations_of(group) == begun + 5, "each is published");
     host_unit_drop(&u);
     fsdp_model_release(model);
     fsdp_group_release(group);
