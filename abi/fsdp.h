@@ -238,12 +238,12 @@ FSDP_API void fsdp_store_release(fsdp_store *store);
 
 /* A new tensor of zeros in the library's own memory (row-major, 64-byte aligned). Free it by calling its deleter, on
  * any thread. Errors: INVALID (negative size), UNSUPPORTED (dtype), NOMEM. */
-FSDP_API fsdp_status fsdp_empty(const DLDataType *dtype, int32_t ndim, const int64_t *shape, DLManagedTensorVersioned **tensor);
+FSDP_API fsdp_status fsdp_zeros(const DLDataType *dtype, int32_t ndim, const int64_t *shape, DLManagedTensorVersioned **tensor);
 
-/* out[...] = in[...], any strides, casting between dtypes: rounded once to nearest even; float to integer truncates and
+/* output[...] = input[...], any strides, casting between dtypes: rounded once to nearest even; float to integer truncates and
  * saturates (NaN gives 0); to bool is != 0 (NaN gives true); complex to real takes the real part. Same shape. Errors:
- * INVALID (shapes differ, out overlaps itself or in), UNSUPPORTED. */
-FSDP_API fsdp_status fsdp_copy(const DLTensor *in, const DLTensor *out);
+ * INVALID (shapes differ, output overlaps itself or input), UNSUPPORTED. */
+FSDP_API fsdp_status fsdp_copy(const DLTensor *input, const DLTensor *output);
 
 /* Where rank's rows of a dimension of `rows` lie when it is cut for `world_size` ranks: chunks of ceil(rows /
  * world_size), trailing ranks shorter or empty (torch.chunk's rule). An empty shard starts at `rows`. */
@@ -304,7 +304,7 @@ typedef struct fsdp_group_info {
     size_t struct_size;
     int32_t rank;
     int32_t size;
-    fsdp_status failed;    /* FSDP_OK, or what ended the group */
+    fsdp_status status;    /* FSDP_OK, or what ended the group */
     int32_t direct_read;   /* 1 when peers' memory can be read directly */
     char transport[16];    /* "self", "shm" */
     char name[64];
@@ -375,51 +375,51 @@ FSDP_API void fsdp_work_release(fsdp_work *work);
  * Errors of all: INVALID, UNSUPPORTED (device, dtype, op), STRUCT_SIZE, NOMEM, MISMATCH, TIMEOUT, PEER_LOST, ABORTED,
  * FORKED; on one rank `self` transport does the same locally. */
 
-/* out = the ranks' `in`, in rank order. in (s...), out with N times the elements: (N, s...) or (N*d0, ...). Same dtype.
- * In place: in may be out's rows of this rank. */
-FSDP_API fsdp_status fsdp_all_gather(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_work **work);
+/* output = the ranks' `input`, in rank order. input (s...), output with N times the elements: (N, s...) or (N*d0, ...). Same dtype.
+ * In place: input may be output's rows of this rank. */
+FSDP_API fsdp_status fsdp_all_gather(fsdp_group *group, const DLTensor *input, const DLTensor *output, fsdp_work **work);
 
-/* Uneven: rank r gives rows[r] rows; `rows` (N entries) is the same on all ranks. in (rows[rank], ...), out (sum of rows,
+/* Uneven: rank r gives rows[r] rows; `rows` (N entries) is the same on all ranks. input (rows[rank], ...), output (sum of rows,
  * ...). In place as above. */
-FSDP_API fsdp_status fsdp_all_gather_v(fsdp_group *group, const DLTensor *in, const DLTensor *out, const int64_t *rows,
+FSDP_API fsdp_status fsdp_all_gather_v(fsdp_group *group, const DLTensor *input, const DLTensor *output, const int64_t *rows,
                                        fsdp_work **work);
 
-/* out = this rank's part of the reduction of the ranks' `in`: in (N*d0, ...) or (N, s...), out with 1/N of the elements.
- * Same dtype. In place: out may be in's rows of this rank. */
-FSDP_API fsdp_status fsdp_reduce_scatter(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_reduce_op op,
+/* output = this rank's part of the reduction of the ranks' `input`: input (N*d0, ...) or (N, s...), output with 1/N of the elements.
+ * Same dtype. In place: output may be input's rows of this rank. */
+FSDP_API fsdp_status fsdp_reduce_scatter(fsdp_group *group, const DLTensor *input, const DLTensor *output, fsdp_reduce_op op,
                                          fsdp_work **work);
 
-/* Uneven: rank r receives rows[r] rows. in (sum of rows, ...), out (rows[rank], ...). */
-FSDP_API fsdp_status fsdp_reduce_scatter_v(fsdp_group *group, const DLTensor *in, const DLTensor *out,
+/* Uneven: rank r receives rows[r] rows. input (sum of rows, ...), output (rows[rank], ...). */
+FSDP_API fsdp_status fsdp_reduce_scatter_v(fsdp_group *group, const DLTensor *input, const DLTensor *output,
                                            const int64_t *rows, fsdp_reduce_op op, fsdp_work **work);
 
-/* out = the reduction of the ranks' `in`, on all. Same shape and dtype. In place: out may be in. */
-FSDP_API fsdp_status fsdp_all_reduce(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_reduce_op op,
+/* output = the reduction of the ranks' `input`, on all. Same shape and dtype. In place: output may be input. */
+FSDP_API fsdp_status fsdp_all_reduce(fsdp_group *group, const DLTensor *input, const DLTensor *output, fsdp_reduce_op op,
                                      fsdp_work **work);
 
-/* The same on rank `root` only; elsewhere out may be NULL and is not touched. In place on root. */
-FSDP_API fsdp_status fsdp_reduce(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_reduce_op op,
+/* The same on rank `root` only; elsewhere output may be NULL and is not touched. In place on root. */
+FSDP_API fsdp_status fsdp_reduce(fsdp_group *group, const DLTensor *input, const DLTensor *output, fsdp_reduce_op op,
                                  int32_t root, fsdp_work **work);
 
 /* tensor of rank `root` to all, in place: read on root, written elsewhere. */
 FSDP_API fsdp_status fsdp_broadcast(fsdp_group *group, const DLTensor *tensor, int32_t root, fsdp_work **work);
 
-/* out on root = the ranks' `in`, in rank order, (N, s...) or (N*d0, ...); elsewhere out is NULL or not touched. */
-FSDP_API fsdp_status fsdp_gather(fsdp_group *group, const DLTensor *in, const DLTensor *out, int32_t root,
+/* output on root = the ranks' `input`, in rank order, (N, s...) or (N*d0, ...); elsewhere output is NULL or not touched. */
+FSDP_API fsdp_status fsdp_gather(fsdp_group *group, const DLTensor *input, const DLTensor *output, int32_t root,
                                  fsdp_work **work);
 
-/* out = this rank's part of root's `in` ((N, s...) or (N*d0, ...)); elsewhere in is NULL or not read. */
-FSDP_API fsdp_status fsdp_scatter(fsdp_group *group, const DLTensor *in, const DLTensor *out, int32_t root,
+/* output = this rank's part of root's `input` ((N, s...) or (N*d0, ...)); elsewhere input is NULL or not read. */
+FSDP_API fsdp_status fsdp_scatter(fsdp_group *group, const DLTensor *input, const DLTensor *output, int32_t root,
                                   fsdp_work **work);
 
-/* Part r of in goes to rank r, whose part `rank` of out it becomes. in and out of equal shape, d0 (or the elements of a
+/* Part r of input goes to rank r, whose part `rank` of output it becomes. input and output of equal shape, d0 (or the elements of a
  * tensor whose d0 is not divisible) a multiple of N. Not in place. */
-FSDP_API fsdp_status fsdp_all_to_all(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_work **work);
+FSDP_API fsdp_status fsdp_all_to_all(fsdp_group *group, const DLTensor *input, const DLTensor *output, fsdp_work **work);
 
-/* Uneven: in_rows[r] rows of in go to rank r, out_rows[r] rows of out come from it. in_rows[r] here must equal
- * out_rows[rank] on r (MISMATCH otherwise). Rows are of equal size in and out, on all ranks. */
-FSDP_API fsdp_status fsdp_all_to_all_v(fsdp_group *group, const DLTensor *in, const DLTensor *out, const int64_t *in_rows,
-                                       const int64_t *out_rows, fsdp_work **work);
+/* Uneven: input_rows[r] rows of input go to rank r, output_rows[r] rows of output come from it. input_rows[r] here must equal
+ * output_rows[rank] on r (MISMATCH otherwise). Rows are of equal size in input and output, on all ranks. */
+FSDP_API fsdp_status fsdp_all_to_all_v(fsdp_group *group, const DLTensor *input, const DLTensor *output, const int64_t *input_rows,
+                                       const int64_t *output_rows, fsdp_work **work);
 
 /* Point to point. A send and the recv that takes it have equal element counts and dtypes (MISMATCH on both sides
  * otherwise). For one pair of ranks and one tag, messages are taken in the order in which they were sent; different tags
@@ -443,10 +443,10 @@ typedef struct fsdp_collective {
     size_t struct_size;
     fsdp_op_kind kind;       /* FSDP_OP_ALL_GATHER ... FSDP_OP_RECV (not BARRIER) */
     fsdp_reduce_op op;
-    const DLTensor *in;      /* the tensor of BROADCAST and SEND */
-    const DLTensor *out;     /* the tensor of RECV */
-    const int64_t *in_rows;  /* REDUCE_SCATTER, ALL_TO_ALL: NULL for even */
-    const int64_t *out_rows; /* ALL_GATHER, ALL_TO_ALL: NULL for even */
+    const DLTensor *input;      /* the tensor of BROADCAST and SEND */
+    const DLTensor *output;     /* the tensor of RECV */
+    const int64_t *input_rows;  /* REDUCE_SCATTER, ALL_TO_ALL: NULL for even */
+    const int64_t *output_rows; /* ALL_GATHER, ALL_TO_ALL: NULL for even */
     int32_t peer;            /* root, dst or src */
     int32_t tag;
 } fsdp_collective;
@@ -619,12 +619,13 @@ struct fsdp_api {
     fsdp_status (*store_wait)(fsdp_store *store, const char *key);
     fsdp_status (*store_retain)(fsdp_store *store);
     void (*store_release)(fsdp_store *store);
-    fsdp_status (*empty)(const DLDataType *dtype, int32_t ndim, const int64_t *shape, DLManagedTensorVersioned **tensor);
-    fsdp_status (*copy)(const DLTensor *in, const DLTensor *out);
+    fsdp_status (*zeros)(const DLDataType *dtype, int32_t ndim, const int64_t *shape, DLManagedTensorVersioned **tensor);
+    fsdp_status (*copy)(const DLTensor *input, const DLTensor *output);
     fsdp_status (*shard_extent)(int64_t rows, int32_t rank, int32_t world_size, int64_t *start, int64_t *length);
     fsdp_status (*shard)(const DLTensor *full, int32_t dim, int32_t rank, int32_t world_size, const DLTensor *shard);
     fsdp_status (*tensor_from_legacy)(DLManagedTensor *legacy, DLManagedTensorVersioned **tensor);
     fsdp_status (*tensor_to_legacy)(DLManagedTensorVersioned *tensor, DLManagedTensor **legacy);
+    fsdp_status (*tensor_share)(DLManagedTensorVersioned *tensor, DLManagedTensorVersioned **out);
     fsdp_status (*group_options_init)(fsdp_group_options *options, size_t struct_size);
     fsdp_status (*group_create)(fsdp_store *store, const fsdp_group_options *options, fsdp_group **group);
     fsdp_status (*group_split)(fsdp_group *group, int32_t color, int32_t key, const fsdp_group_options *options, fsdp_group **out);
@@ -639,19 +640,20 @@ struct fsdp_api {
     fsdp_status (*work_error)(fsdp_work *work, fsdp_error_info *info);
     fsdp_status (*work_retain)(fsdp_work *work);
     void (*work_release)(fsdp_work *work);
-    fsdp_status (*all_gather)(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_work **work);
-    fsdp_status (*all_gather_v)(fsdp_group *group, const DLTensor *in, const DLTensor *out, const int64_t *rows, fsdp_work **work);
-    fsdp_status (*reduce_scatter)(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_reduce_op op, fsdp_work **work);
-    fsdp_status (*reduce_scatter_v)(fsdp_group *group, const DLTensor *in, const DLTensor *out, const int64_t *rows, fsdp_reduce_op op, fsdp_work **work);
-    fsdp_status (*all_reduce)(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_reduce_op op, fsdp_work **work);
-    fsdp_status (*reduce)(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_reduce_op op, int32_t root, fsdp_work **work);
+    fsdp_status (*all_gather)(fsdp_group *group, const DLTensor *input, const DLTensor *output, fsdp_work **work);
+    fsdp_status (*all_gather_v)(fsdp_group *group, const DLTensor *input, const DLTensor *output, const int64_t *rows, fsdp_work **work);
+    fsdp_status (*reduce_scatter)(fsdp_group *group, const DLTensor *input, const DLTensor *output, fsdp_reduce_op op, fsdp_work **work);
+    fsdp_status (*reduce_scatter_v)(fsdp_group *group, const DLTensor *input, const DLTensor *output, const int64_t *rows, fsdp_reduce_op op, fsdp_work **work);
+    fsdp_status (*all_reduce)(fsdp_group *group, const DLTensor *input, const DLTensor *output, fsdp_reduce_op op, fsdp_work **work);
+    fsdp_status (*reduce)(fsdp_group *group, const DLTensor *input, const DLTensor *output, fsdp_reduce_op op, int32_t root, fsdp_work **work);
     fsdp_status (*broadcast)(fsdp_group *group, const DLTensor *tensor, int32_t root, fsdp_work **work);
-    fsdp_status (*gather)(fsdp_group *group, const DLTensor *in, const DLTensor *out, int32_t root, fsdp_work **work);
-    fsdp_status (*scatter)(fsdp_group *group, const DLTensor *in, const DLTensor *out, int32_t root, fsdp_work **work);
-    fsdp_status (*all_to_all)(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_work **work);
-    fsdp_status (*all_to_all_v)(fsdp_group *group, const DLTensor *in, const DLTensor *out, const int64_t *in_rows, const int64_t *out_rows, fsdp_work **work);
+    fsdp_status (*gather)(fsdp_group *group, const DLTensor *input, const DLTensor *output, int32_t root, fsdp_work **work);
+    fsdp_status (*scatter)(fsdp_group *group, const DLTensor *input, const DLTensor *output, int32_t root, fsdp_work **work);
+    fsdp_status (*all_to_all)(fsdp_group *group, const DLTensor *input, const DLTensor *output, fsdp_work **work);
+    fsdp_status (*all_to_all_v)(fsdp_group *group, const DLTensor *input, const DLTensor *output, const int64_t *input_rows, const int64_t *output_rows, fsdp_work **work);
     fsdp_status (*send)(fsdp_group *group, const DLTensor *tensor, int32_t dst, int32_t tag, fsdp_work **work);
     fsdp_status (*recv)(fsdp_group *group, const DLTensor *tensor, int32_t src, int32_t tag, fsdp_work **work);
+    fsdp_status (*work_source)(fsdp_work *work, int32_t *rank);
     fsdp_status (*barrier)(fsdp_group *group, fsdp_work **work);
     fsdp_status (*coalesced)(fsdp_group *group, const fsdp_collective *operations, int32_t n, fsdp_work **work);
     fsdp_status (*model_options_init)(fsdp_model_options *options, size_t struct_size);
@@ -677,8 +679,6 @@ struct fsdp_api {
     fsdp_status (*model_zero_grad)(fsdp_model *model);
     fsdp_status (*model_reset)(fsdp_model *model);
     fsdp_status (*model_memory)(fsdp_model *model, fsdp_memory_info *info);
-    fsdp_status (*tensor_share)(DLManagedTensorVersioned *tensor, DLManagedTensorVersioned **out);
-    fsdp_status (*work_source)(fsdp_work *work, int32_t *rank);
 };
 /* generated: end */
 

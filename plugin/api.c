@@ -159,7 +159,7 @@ void fsdp_store_release(fsdp_store *store)
 
 /* ---- tensors */
 
-fsdp_status fsdp_empty(const DLDataType *dtype, int32_t ndim, const int64_t *shape, DLManagedTensorVersioned **tensor)
+fsdp_status fsdp_zeros(const DLDataType *dtype, int32_t ndim, const int64_t *shape, DLManagedTensorVersioned **tensor)
 {
     CHECK_ARG(dtype, "dtype is NULL");
     CHECK_ARG(shape || ndim <= 0, "shape is NULL, but ndim is %d", ndim);
@@ -167,15 +167,15 @@ fsdp_status fsdp_empty(const DLDataType *dtype, int32_t ndim, const int64_t *sha
     return managed_empty(dtype, ndim, shape, tensor);
 }
 
-fsdp_status fsdp_copy(const DLTensor *in, const DLTensor *out)
+fsdp_status fsdp_copy(const DLTensor *input, const DLTensor *output)
 {
     struct tensor from, to;
-    TRY(tensor_import(in, "in", &from));
-    TRY(tensor_import_output(out, "out", &to));
+    TRY(tensor_import(input, "input", &from));
+    TRY(tensor_import_output(output, "output", &to));
     char a[TENSOR_TEXT], b[TENSOR_TEXT];
-    CHECK_ARG(tensor_same_shape(&from, &to), "in is %s and out is %s: they must have one shape", tensor_text(&from, a),
+    CHECK_ARG(tensor_same_shape(&from, &to), "input is %s and output is %s: they must have one shape", tensor_text(&from, a),
               tensor_text(&to, b));
-    CHECK_ARG(!tensor_overlap(&from, &to), "in and out overlap: give separate memory");
+    CHECK_ARG(!tensor_overlap(&from, &to), "input and output overlap: give separate memory");
     tensor_copy(&to, &from);
     return FSDP_OK;
 }
@@ -351,65 +351,65 @@ void fsdp_work_release(fsdp_work *work)
 
 /* ---- collectives */
 
-static fsdp_status run(fsdp_group *group, fsdp_op_kind kind, const DLTensor *in, const DLTensor *out, fsdp_reduce_op op,
+static fsdp_status run(fsdp_group *group, fsdp_op_kind kind, const DLTensor *input, const DLTensor *output, fsdp_reduce_op op,
                        int32_t peer, fsdp_work **work)
 {
     CHECK_GROUP(group);
-    fsdp_collective call = {.struct_size = sizeof call, .kind = kind, .op = op, .in = in, .out = out, .peer = peer};
+    fsdp_collective call = {.struct_size = sizeof call, .kind = kind, .op = op, .input = input, .output = output, .peer = peer};
     return group_collective(group, &call, 1, work);
 }
 
-static fsdp_status run_rows(fsdp_group *group, fsdp_op_kind kind, const DLTensor *in, const DLTensor *out,
-                            const int64_t *in_rows, const int64_t *out_rows, fsdp_reduce_op op, fsdp_work **work)
+static fsdp_status run_rows(fsdp_group *group, fsdp_op_kind kind, const DLTensor *input, const DLTensor *output,
+                            const int64_t *input_rows, const int64_t *output_rows, fsdp_reduce_op op, fsdp_work **work)
 {
     CHECK_GROUP(group);
     fsdp_collective call = {.struct_size = sizeof call,
                             .kind = kind,
                             .op = op,
-                            .in = in,
-                            .out = out,
-                            .in_rows = in_rows,
-                            .out_rows = out_rows};
+                            .input = input,
+                            .output = output,
+                            .input_rows = input_rows,
+                            .output_rows = output_rows};
     return group_collective(group, &call, 1, work);
 }
 
-fsdp_status fsdp_all_gather(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_work **work)
+fsdp_status fsdp_all_gather(fsdp_group *group, const DLTensor *input, const DLTensor *output, fsdp_work **work)
 {
-    return run(group, FSDP_OP_ALL_GATHER, in, out, 0, 0, work);
+    return run(group, FSDP_OP_ALL_GATHER, input, output, 0, 0, work);
 }
 
-fsdp_status fsdp_all_gather_v(fsdp_group *group, const DLTensor *in, const DLTensor *out, const int64_t *rows,
+fsdp_status fsdp_all_gather_v(fsdp_group *group, const DLTensor *input, const DLTensor *output, const int64_t *rows,
                               fsdp_work **work)
 {
     CHECK_GROUP(group);
     CHECK_ARG(rows, "rows is NULL: one entry for each rank is needed");
-    return run_rows(group, FSDP_OP_ALL_GATHER, in, out, NULL, rows, 0, work);
+    return run_rows(group, FSDP_OP_ALL_GATHER, input, output, NULL, rows, 0, work);
 }
 
-fsdp_status fsdp_reduce_scatter(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_reduce_op op,
+fsdp_status fsdp_reduce_scatter(fsdp_group *group, const DLTensor *input, const DLTensor *output, fsdp_reduce_op op,
                                 fsdp_work **work)
 {
-    return run(group, FSDP_OP_REDUCE_SCATTER, in, out, op, 0, work);
+    return run(group, FSDP_OP_REDUCE_SCATTER, input, output, op, 0, work);
 }
 
-fsdp_status fsdp_reduce_scatter_v(fsdp_group *group, const DLTensor *in, const DLTensor *out, const int64_t *rows,
+fsdp_status fsdp_reduce_scatter_v(fsdp_group *group, const DLTensor *input, const DLTensor *output, const int64_t *rows,
                                   fsdp_reduce_op op, fsdp_work **work)
 {
     CHECK_GROUP(group);
     CHECK_ARG(rows, "rows is NULL: one entry for each rank is needed");
-    return run_rows(group, FSDP_OP_REDUCE_SCATTER, in, out, rows, NULL, op, work);
+    return run_rows(group, FSDP_OP_REDUCE_SCATTER, input, output, rows, NULL, op, work);
 }
 
-fsdp_status fsdp_all_reduce(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_reduce_op op,
+fsdp_status fsdp_all_reduce(fsdp_group *group, const DLTensor *input, const DLTensor *output, fsdp_reduce_op op,
                             fsdp_work **work)
 {
-    return run(group, FSDP_OP_ALL_REDUCE, in, out, op, 0, work);
+    return run(group, FSDP_OP_ALL_REDUCE, input, output, op, 0, work);
 }
 
-fsdp_status fsdp_reduce(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_reduce_op op, int32_t root,
+fsdp_status fsdp_reduce(fsdp_group *group, const DLTensor *input, const DLTensor *output, fsdp_reduce_op op, int32_t root,
                         fsdp_work **work)
 {
-    return run(group, FSDP_OP_REDUCE, in, out, op, root, work);
+    return run(group, FSDP_OP_REDUCE, input, output, op, root, work);
 }
 
 fsdp_status fsdp_broadcast(fsdp_group *group, const DLTensor *tensor, int32_t root, fsdp_work **work)
@@ -417,35 +417,35 @@ fsdp_status fsdp_broadcast(fsdp_group *group, const DLTensor *tensor, int32_t ro
     return run(group, FSDP_OP_BROADCAST, tensor, NULL, 0, root, work);
 }
 
-fsdp_status fsdp_gather(fsdp_group *group, const DLTensor *in, const DLTensor *out, int32_t root, fsdp_work **work)
+fsdp_status fsdp_gather(fsdp_group *group, const DLTensor *input, const DLTensor *output, int32_t root, fsdp_work **work)
 {
-    return run(group, FSDP_OP_GATHER, in, out, 0, root, work);
+    return run(group, FSDP_OP_GATHER, input, output, 0, root, work);
 }
 
-fsdp_status fsdp_scatter(fsdp_group *group, const DLTensor *in, const DLTensor *out, int32_t root, fsdp_work **work)
+fsdp_status fsdp_scatter(fsdp_group *group, const DLTensor *input, const DLTensor *output, int32_t root, fsdp_work **work)
 {
-    return run(group, FSDP_OP_SCATTER, in, out, 0, root, work);
+    return run(group, FSDP_OP_SCATTER, input, output, 0, root, work);
 }
 
-fsdp_status fsdp_all_to_all(fsdp_group *group, const DLTensor *in, const DLTensor *out, fsdp_work **work)
+fsdp_status fsdp_all_to_all(fsdp_group *group, const DLTensor *input, const DLTensor *output, fsdp_work **work)
 {
-    return run(group, FSDP_OP_ALL_TO_ALL, in, out, 0, 0, work);
+    return run(group, FSDP_OP_ALL_TO_ALL, input, output, 0, 0, work);
 }
 
-fsdp_status fsdp_all_to_all_v(fsdp_group *group, const DLTensor *in, const DLTensor *out, const int64_t *in_rows,
-                              const int64_t *out_rows, fsdp_work **work)
+fsdp_status fsdp_all_to_all_v(fsdp_group *group, const DLTensor *input, const DLTensor *output, const int64_t *input_rows,
+                              const int64_t *output_rows, fsdp_work **work)
 {
     CHECK_GROUP(group);
-    CHECK_ARG(in_rows, "in_rows is NULL: one entry for each rank is needed");
-    CHECK_ARG(out_rows, "out_rows is NULL: one entry for each rank is needed");
-    return run_rows(group, FSDP_OP_ALL_TO_ALL, in, out, in_rows, out_rows, 0, work);
+    CHECK_ARG(input_rows, "input_rows is NULL: one entry for each rank is needed");
+    CHECK_ARG(output_rows, "output_rows is NULL: one entry for each rank is needed");
+    return run_rows(group, FSDP_OP_ALL_TO_ALL, input, output, input_rows, output_rows, 0, work);
 }
 
 static fsdp_status run_message(fsdp_group *group, fsdp_op_kind kind, const DLTensor *tensor, int32_t peer, int32_t tag,
                                fsdp_work **work)
 {
     CHECK_GROUP(group);
-    fsdp_collective call = {.struct_size = sizeof call, .kind = kind, .in = tensor, .out = tensor, .peer = peer, .tag = tag};
+    fsdp_collective call = {.struct_size = sizeof call, .kind = kind, .input = tensor, .output = tensor, .peer = peer, .tag = tag};
     return group_collective(group, &call, 1, work);
 }
 
@@ -481,10 +481,10 @@ static fsdp_status check_unused(const fsdp_collective *c, int32_t index)
     int message = c->kind == FSDP_OP_SEND || c->kind == FSDP_OP_RECV;
     int both = c->kind == FSDP_OP_ALL_TO_ALL;
     const char *field = !reduces && c->op                                                  ? "op"
-                        : c->kind == FSDP_OP_RECV && c->in                                 ? "in"
-                        : (c->kind == FSDP_OP_BROADCAST || c->kind == FSDP_OP_SEND) && c->out ? "out"
-                        : c->in_rows && !both && c->kind != FSDP_OP_REDUCE_SCATTER          ? "in_rows"
-                        : c->out_rows && !both && c->kind != FSDP_OP_ALL_GATHER             ? "out_rows"
+                        : c->kind == FSDP_OP_RECV && c->input                                 ? "input"
+                        : (c->kind == FSDP_OP_BROADCAST || c->kind == FSDP_OP_SEND) && c->output ? "output"
+                        : c->input_rows && !both && c->kind != FSDP_OP_REDUCE_SCATTER          ? "input_rows"
+                        : c->output_rows && !both && c->kind != FSDP_OP_ALL_GATHER             ? "output_rows"
                         : c->peer && !rooted && !message                                   ? "peer"
                         : c->tag && !message                                               ? "tag"
                                                                                            : NULL;

@@ -234,7 +234,7 @@ void group_query(fsdp_group *group, fsdp_group_info *info)
     info->struct_size = sizeof *info;
     info->rank = group->rank;
     info->size = group->size;
-    info->failed = atomic_load_explicit(&t->failed, memory_order_acquire) ? t->failure.status : FSDP_OK;
+    info->status = atomic_load_explicit(&t->failed, memory_order_acquire) ? t->failure.status : FSDP_OK;
     info->direct_read = t->direct_read;
     snprintf(info->transport, sizeof info->transport, "%s", t->ops->name);
     snprintf(info->name, sizeof info->name, "%s", group->name);

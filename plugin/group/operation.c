@@ -97,7 +97,7 @@ static fsdp_status apart(const struct call *c, const struct tensor *whole, const
 static fsdp_status piece_all_gather(fsdp_work *work, const struct call *c, struct piece *p)
 {
     int rank = work->group->rank, size = work->group->size;
-    const int64_t *rows = c->given->out_rows;
+    const int64_t *rows = c->given->output_rows;
     TRY(same_type(c));
     if (rows) {
         TRY(cut_rows(work, rows, size, &c->out, "rows", c->out_name, &p->out_split));
@@ -117,7 +117,7 @@ static fsdp_status piece_all_gather(fsdp_work *work, const struct call *c, struc
 static fsdp_status piece_reduce_scatter(fsdp_work *work, const struct call *c, struct piece *p)
 {
     int rank = work->group->rank, size = work->group->size;
-    const int64_t *rows = c->given->in_rows;
+    const int64_t *rows = c->given->input_rows;
     TRY(same_type(c));
     if (rows) {
         TRY(cut_rows(work, rows, size, &c->in, "rows", c->in_name, &p->in_split));
@@ -191,11 +191,11 @@ static fsdp_status piece_scatter(fsdp_work *work, const struct call *c, struct p
 static fsdp_status piece_all_to_all(fsdp_work *work, const struct call *c, struct piece *p)
 {
     int size = work->group->size;
-    const int64_t *in_rows = c->given->in_rows, *out_rows = c->given->out_rows;
+    const int64_t *input_rows = c->given->input_rows, *output_rows = c->given->output_rows;
     TRY(same_type(c));
-    CHECK_ARG((in_rows == NULL) == (out_rows == NULL), "in_rows and out_rows: give both, or neither");
+    CHECK_ARG((input_rows == NULL) == (output_rows == NULL), "input_rows and output_rows: give both, or neither");
     CHECK_ARG(!tensor_overlap(&c->in, &c->out), "%s and %s overlap: all_to_all needs separate memory", c->in_name, c->out_name);
-    if (!in_rows) {
+    if (!input_rows) {
         TRY(counts(c, c->in.count, "as many as it gives"));
         TRY(cut_even(&c->in, size, c->in_name, &p->in_split));
         return cut_even(&c->out, size, c->out_name, &p->out_split);
@@ -203,8 +203,8 @@ static fsdp_status piece_all_to_all(fsdp_work *work, const struct call *c, struc
     CHECK_ARG(c->in.count == 0 || c->out.count == 0 || tensor_row_count(&c->in) == tensor_row_count(&c->out),
               "a row of %s has %lld elements and one of %s %lld: they must be equal", c->in_name,
               (long long)tensor_row_count(&c->in), c->out_name, (long long)tensor_row_count(&c->out));
-    TRY(cut_rows(work, in_rows, size, &c->in, "in_rows", c->in_name, &p->in_split));
-    TRY(cut_rows(work, out_rows, size, &c->out, "out_rows", c->out_name, &p->out_split));
+    TRY(cut_rows(work, input_rows, size, &c->in, "input_rows", c->in_name, &p->in_split));
+    TRY(cut_rows(work, output_rows, size, &c->out, "output_rows", c->out_name, &p->out_split));
     /* What one rank sees as even another may not: always the uneven form. */
     struct split *splits[] = {&p->in_split, &p->out_split};
     for (int i = 0; i < 2; i++) {
@@ -240,13 +240,13 @@ static fsdp_status call_check(fsdp_group *group, const fsdp_collective *given, i
 {
     c->given = given;
     c->in.count = c->out.count = -1;
-    const char *in = given->kind == FSDP_OP_BROADCAST || given->kind == FSDP_OP_SEND ? "tensor" : "in";
-    const char *out = given->kind == FSDP_OP_RECV ? "tensor" : "out";
+    const char *in = given->kind == FSDP_OP_BROADCAST || given->kind == FSDP_OP_SEND ? "tensor" : "input";
+    const char *out = given->kind == FSDP_OP_RECV ? "tensor" : "output";
     snprintf(c->in_name, sizeof c->in_name, "%s", in);
     snprintf(c->out_name, sizeof c->out_name, "%s", out);
     if (n > 1) {
-        snprintf(c->in_name, sizeof c->in_name, "operations[%d].in", index);
-        snprintf(c->out_name, sizeof c->out_name, "operations[%d].out", index);
+        snprintf(c->in_name, sizeof c->in_name, "operations[%d].input", index);
+        snprintf(c->out_name, sizeof c->out_name, "operations[%d].output", index);
     }
 
     if (is_message(given->kind)) {
@@ -254,8 +254,8 @@ static fsdp_status call_check(fsdp_group *group, const fsdp_collective *given, i
         CHECK_ARG(any || (given->peer >= 0 && given->peer < group->size), "%s is %d: ranks of group '%s' are 0 to %d",
                   given->kind == FSDP_OP_SEND ? "dst" : "src", given->peer, group->name, group->size - 1);
         CHECK_ARG(given->tag >= 0, "tag is %d: tags can't be negative", given->tag);
-        if (given->kind == FSDP_OP_SEND) return tensor_import(given->in, c->in_name, &c->in);
-        return tensor_import_output(given->out, c->out_name, &c->out);
+        if (given->kind == FSDP_OP_SEND) return tensor_import(given->input, c->in_name, &c->in);
+        return tensor_import_output(given->output, c->out_name, &c->out);
     }
 
     CHECK_ARG(given->kind > 0 && given->kind < (int)(sizeof kinds / sizeof *kinds) && kinds[given->kind].piece,
@@ -266,12 +266,12 @@ static fsdp_status call_check(fsdp_group *group, const fsdp_collective *given, i
     int root = !has_root(given->kind) || given->peer == group->rank;
     if (root || !kinds[given->kind].in_at_root_only) {
         if (given->kind == FSDP_OP_BROADCAST && !root)
-            TRY(tensor_import_output(given->in, c->in_name, &c->in));
+            TRY(tensor_import_output(given->input, c->in_name, &c->in));
         else
-            TRY(tensor_import(given->in, c->in_name, &c->in));
+            TRY(tensor_import(given->input, c->in_name, &c->in));
     }
     if (!kinds[given->kind].out_is_in && (root || !kinds[given->kind].out_at_root_only))
-        TRY(tensor_import_output(given->out, c->out_name, &c->out));
+        TRY(tensor_import_output(given->output, c->out_name, &c->out));
     if (reduces(given->kind)) {
         CHECK_ARG(given->op >= FSDP_SUM && given->op <= FSDP_BXOR, "op is %d: FSDP_SUM (0) to FSDP_BXOR (%d) exist", given->op,
                   FSDP_BXOR);
@@ -287,7 +287,7 @@ static fsdp_status call_check(fsdp_group *group, const fsdp_collective *given, i
 static int continues(const fsdp_collective *a, const fsdp_collective *b)
 {
     if (a->kind != b->kind) return 0;
-    if (a->in_rows && a->kind == FSDP_OP_ALL_TO_ALL) return 0; /* each needs counts of its own in the exchange */
+    if (a->input_rows && a->kind == FSDP_OP_ALL_TO_ALL) return 0; /* each needs counts of its own in the exchange */
     if (reduces(a->kind) && a->op != b->op) return 0;
     return !has_root(a->kind) || a->peer == b->peer;
 }
@@ -528,7 +528,7 @@ static fsdp_status check_counts(fsdp_group *group, const struct op *op)
             if (gives == expects) continue;
             err(FSDP_ERR_MISMATCH,
                 "group '%s', operation %llu: uneven all_to_all: rank %d gives rank %d %lld elements, but rank %d expects %lld of "
-                "it: in_rows[%d] on rank %d and out_rows[%d] on rank %d must be equal",
+                "it: input_rows[%d] on rank %d and output_rows[%d] on rank %d must be equal",
                 group->name, (unsigned long long)op->header.sequence, a, b, (long long)gives, b, (long long)expects, b, a, a, b);
             err_operation(op->kind, op->header.sequence, a, b);
             return FSDP_ERR_MISMATCH;

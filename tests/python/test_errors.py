@@ -12,7 +12,7 @@ from libfsdp import abi, errors
 
 def test_every_status_of_the_header_has_its_exception():
     header = (ROOT / "abi" / "fsdp.h").read_text()
-    statuses = {int(number) for number in re.findall(r"#define FSDP_ERR_\w+ (\d+)", header)}
+    statuses = {int(number) for number in re.findall(r"FSDP_ERR_\w+ = (\d+)", header)}
     assert statuses == set(errors.BY_STATUS)
     for status, kind in errors.BY_STATUS.items():
         assert kind.status == status
@@ -73,7 +73,7 @@ def test_the_package_imports_without_the_library_and_says_what_it_tried(tmp_path
     code = """
 import libfsdp
 try:
-    libfsdp.empty(3)
+    libfsdp.zeros(3)
 except ImportError as error:
     assert type(error) is libfsdp.abi.LibraryNotFound
     print(error)
@@ -88,7 +88,7 @@ except ImportError as error:
 
 
 def test_a_library_that_lacks_functions_is_refused():
-    done = run_python("-c", "import libfsdp; libfsdp.empty(3)", env=environment(FSDP_LIBRARY="libc.so.6"))
+    done = run_python("-c", "import libfsdp; libfsdp.zeros(3)", env=environment(FSDP_LIBRARY="libc.so.6"))
     assert done.returncode == 1
     assert "libc.so.6: lacks fsdp_last_error" in done.stderr
 

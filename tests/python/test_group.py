@@ -123,7 +123,7 @@ def uneven(group):
     for call, name in (
         (lambda: group.all_gather(whole, whole, rows=[1] * (n + 1)), f"rows: {n + 1} entries"),
         (lambda: group.all_gather(whole, whole, rows=[1] * (n - 1)), f"rows: {n - 1} entries"),
-        (lambda: group.all_to_all(given, taken, in_rows=counts[0]), "out_rows"),
+        (lambda: group.all_to_all(given, taken, input_rows=counts[0]), "output_rows"),
         (lambda: group.all_gather(whole, whole, rows=[0.5] * n), "rows"),
     ):
         try:
@@ -249,7 +249,7 @@ def odd_arrays(group):
     scalar = np.array(rank + 0.5)
     assert float(group.all_reduce(scalar)) == n * (n - 1) / 2 + n * 0.5
     # memory of the library, and bytes
-    tensor = libfsdp.empty((2, 2), "int64")
+    tensor = libfsdp.zeros((2, 2), "int64")
     tensor.numpy()[:] = [[rank, 1], [2, 3]]
     group.all_reduce(tensor)
     same(tensor.numpy(), [[n * (n - 1) // 2, n], [2 * n, 3 * n]])

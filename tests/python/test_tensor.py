@@ -213,19 +213,19 @@ def test_a_tensor_in_asarray_copies_only_when_it_must():
 
 @pytest.mark.parametrize("dtype", list(libfsdp.dtypes.TABLE))
 def test_empty_is_zeros_of_every_dtype(dtype):
-    tensor = libfsdp.empty((3, 5), dtype)
+    tensor = libfsdp.zeros((3, 5), dtype)
     assert (tensor.shape, tensor.dtype, tensor.strides) == ((3, 5), dtype, (5, 1))
     assert tensor.data_ptr % 64 == 0
     view = tensor.numpy()
     assert view.dtype == np.dtype(getattr(ml_dtypes, dtype, dtype))
     assert view.flags.writeable and not view.astype("complex128").any()
-    again = libfsdp.empty(2, view.dtype)
+    again = libfsdp.zeros(2, view.dtype)
     assert again.dtype == dtype and again.shape == (2,)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0, 2), 1, (1,) * 32])
 def test_empty_shapes(shape):
-    tensor = libfsdp.empty(shape)
+    tensor = libfsdp.zeros(shape)
     expected = shape if isinstance(shape, tuple) else (shape,)
     assert tensor.shape == tensor.numpy().shape == expected
     assert tensor.size == math.prod(expected)
@@ -248,7 +248,7 @@ def test_empty_shapes(shape):
 )
 def test_empty_refuses(arguments, kind, says):
     with pytest.raises(kind, match=says):
-        libfsdp.empty(*arguments)
+        libfsdp.zeros(*arguments)
 
 
 def test_copy_casts_and_strides():
@@ -270,7 +270,7 @@ def test_copy_casts_and_strides():
 
 
 def test_copy_of_a_dlpack_request():
-    tensor = libfsdp.empty(3)
+    tensor = libfsdp.zeros(3)
     tensor.numpy()[:] = [1, 2, 3]
     twin = np.from_dlpack(Copying(tensor))
     tensor.numpy()[:] = 0
@@ -327,10 +327,10 @@ def test_shard(dim):
 def test_tensors_alive_at_exit_do_no_harm():
     code = """
 import libfsdp, numpy as np
-kept = libfsdp.empty(3)
+kept = libfsdp.zeros(3)
 view, taken = kept.numpy(), np.from_dlpack(kept)
 capsule = kept.__dlpack__(max_version=(1, 0))
-cycle = [libfsdp.empty(2)]; cycle.append(cycle)
+cycle = [libfsdp.zeros(2)]; cycle.append(cycle)
 class Late:
     def __del__(self, kept=kept): assert kept.shape == (3,)
 late = Late()

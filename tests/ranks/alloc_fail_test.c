@@ -198,8 +198,8 @@ static fsdp_status call(fsdp_group *group, int rank, int64_t n, fsdp_work **work
         for (int i = 0; i < 6; i++)
             list[i] = (fsdp_collective){.struct_size = sizeof *list,
                                         .kind = i < 3 ? FSDP_OP_ALL_REDUCE : FSDP_OP_ALL_GATHER,
-                                        .in = crew_tensor(in + 400 * i, F32, 400),
-                                        .out = crew_tensor(out + 800 * i, F32, i < 3 ? 400 : 800)};
+                                        .input = crew_tensor(in + 400 * i, F32, 400),
+                                        .output = crew_tensor(out + 800 * i, F32, i < 3 ? 400 : 800)};
         return fsdp_coalesced(group, list, 6, work);
     case 9:
         return fsdp_barrier(group, work);

@@ -435,7 +435,7 @@ static void refusals(struct rank *r)
             REFUSED(fsdp_all_reduce(group, &ints, &ints, FSDP_AVG, NULL), FSDP_ERR_UNSUPPORTED, "op");
             REFUSED(fsdp_all_reduce(group, &part, &copy, FSDP_BXOR, NULL), FSDP_ERR_UNSUPPORTED, "op");
             REFUSED(fsdp_all_reduce(group, &part, &copy, FSDP_BXOR + 1, NULL), FSDP_ERR_INVALID, "op");
-            REFUSED(fsdp_all_reduce(group, &part, NULL, FSDP_SUM, NULL), FSDP_ERR_INVALID, "out");
+            REFUSED(fsdp_all_reduce(group, &part, NULL, FSDP_SUM, NULL), FSDP_ERR_INVALID, "NULL");
             REFUSED(fsdp_all_gather(group, &inside, &whole, NULL), FSDP_ERR_INVALID, "overlap");
             REFUSED(fsdp_all_gather(group, &part, &copy, NULL), FSDP_ERR_INVALID, "elements");
             REFUSED(fsdp_reduce_scatter(group, &whole, &inside, FSDP_SUM, NULL), FSDP_ERR_INVALID, "overlap");
@@ -446,7 +446,8 @@ static void refusals(struct rank *r)
             REFUSED(fsdp_all_gather_v(group, &part, &whole, rows, NULL), FSDP_ERR_INVALID, "rows");
             REFUSED(fsdp_reduce_scatter_v(group, &whole, &part, negative, FSDP_SUM, NULL), FSDP_ERR_INVALID,
                     "rows");
-            REFUSED(fsdp_all_to_all_v(group, &part, &copy, rows, NULL, NULL), FSDP_ERR_INVALID, "out_rows");
+            REFUSED(fsdp_all_to_all_v(group, &part, &copy, rows, NULL, NULL), FSDP_ERR_INVALID,
+                    "output_rows");
         }
         OK(fsdp_barrier(group, NULL));
         struct job job = {.kind = FSDP_OP_ALL_GATHER, .type = DTYPE_F32, .count = 77, .seed = 3};

@@ -335,7 +335,7 @@ static void die_before(int rank)
     CHECK(crew_now_ms() - begin < 100, "failing again took %lld ms", (long long)(crew_now_ms() - begin));
     fsdp_group_info info = {.struct_size = sizeof info};
     OK(fsdp_group_query(group, &info));
-    CHECK(info.failed == FSDP_ERR_PEER_LOST, "failed is %d", info.failed);
+    CHECK(info.status == FSDP_ERR_PEER_LOST, "failed is %d", info.status);
     fsdp_group_release(group);
 }
 
@@ -801,7 +801,7 @@ static void abort_blocked(int rank)
     CHECK(crew_now_ms() - begin < 100, "it took %lld ms", (long long)(crew_now_ms() - begin));
     fsdp_group_info info = {.struct_size = sizeof info};
     OK(fsdp_group_query(group, &info));
-    CHECK(info.failed == FSDP_ERR_ABORTED, "failed is %d", info.failed);
+    CHECK(info.status == FSDP_ERR_ABORTED, "failed is %d", info.status);
     OK(fsdp_group_abort(group, NULL));
     EXPECT(fsdp_barrier(group, NULL), FSDP_ERR_ABORTED, "the loss is nan");
     fsdp_group_release(group);
@@ -952,7 +952,8 @@ static void with_children(int rank)
         OK(fsdp_send(group, crew_tensor(data, F32, 4), 0, 4, &message));
     }
     fflush(NULL);
-    if (SANITIZED) crew_sleep_ms(100); /* its allocator does not survive a fork while another thread is in it */
+    if (SANITIZED)
+        crew_sleep_ms(100); /* its allocator does not survive a fork while another thread is in it */
     pid_t child = fork();
     CHECK(child >= 0, "fork");
     if (child == 0) {
@@ -1000,6 +1001,47 @@ Test(forks, a_child_is_refused_and_harms_nothing)
             again();
             crew_run(2, 20000, with_children);
         }
+}
+
+/* Nothing is under way, but the progress threads sleep: a child that drops the group does not wait for them.
+ */
+static void idle_with_children(int rank)
+{
+    fsdp_group_options options = crew_options(10000, 0);
+    fsdp_group *group = crew_group(rank, 2, &options);
+    fsdp_work *work;
+    float data[4] = {0};
+    OK(fsdp_barrier(group, &work));
+    OK(fsdp_work_wait(work, 5000));
+    fsdp_work_release(work);
+    DLTensor *t = crew_tensor(data, F32, 4);
+    OK(rank ? fsdp_send(group, t, 0, 1, &work) : fsdp_recv(group, t, 1, 1, &work));
+    OK(fsdp_work_wait(work, 5000));
+    fsdp_work_release(work);
+    crew_sleep_ms(50);
+    pid_t child = fork();
+    CHECK(child >= 0, "fork");
+    if (child == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        fsdp_group_release(group);
+        _exit(0);
+    }
+    int status = -1;
+    pid_t got = 0;
+    for (int64_t until = crew_now_ms() + 6000; got == 0 && crew_now_ms() < until; crew_sleep_ms(1))
+        got = waitpid(child, &status, WNOHANG);
+    if (!got) {
+        kill(child, SIGKILL);
+        waitpid(child, NULL, 0);
+    }
+    CHECK(got == child && status == 0, "the child ended with %x, or hangs", (unsigned)status);
+    crew_group_works(group, rank, 2);
+    fsdp_group_release(group);
+}
+
+Test(forks, a_child_that_only_releases)
+{
+    crew_run(2, 15000, idle_with_children);
 }
 
 /* ---- What the machine refuses
@@ -1289,7 +1331,7 @@ static void scribble(int rank)
     for (int i = 0; got == FSDP_OK || got == FSDP_ERR_MISMATCH; i++) {
         int64_t each[3] = {1000, 3000, 11000}, back[3];
         for (int r = 0; r < 3; r++) back[r] = each[rank];
-        switch (i % 6) {
+        switch (i % 7) {
         case 0:
             got = fsdp_all_reduce(group, crew_tensor(in, F32, COUNT), crew_tensor(out, F32, COUNT), FSDP_SUM,
                                   NULL);
@@ -1304,6 +1346,10 @@ static void scribble(int rank)
             break;
         case 3:
             got = fsdp_barrier(group, NULL);
+            break;
+        case 5: /* with the exchange; its last byte is the output's last */
+            got = fsdp_all_gather(group, crew_tensor(in, F32, 250), crew_tensor(out + COUNT - 750, F32, 750),
+                                  NULL);
             break;
         case 4: {
             DLTensor *t = crew_tensor(out, F32, 9000);

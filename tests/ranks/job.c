@@ -458,12 +458,12 @@ fsdp_collective job_collective(struct job_run *run)
     const struct job *job = &run->job;
     const DLTensor *in = run->in.given ? &run->in.dl : NULL, *out = run->out.given ? &run->out.dl : NULL;
     fsdp_collective call = {
-        .struct_size = sizeof call, .kind = job->kind, .in = in, .out = out, .peer = job->root};
-    if (job->kind == FSDP_OP_BROADCAST) call.in = in ? in : out, call.out = NULL;
+        .struct_size = sizeof call, .kind = job->kind, .input = in, .output = out, .peer = job->root};
+    if (job->kind == FSDP_OP_BROADCAST) call.input = in ? in : out, call.output = NULL;
     if (job_reduces(job->kind)) call.op = job->op;
-    if (job->uneven && job->kind != FSDP_OP_ALL_GATHER) call.in_rows = run->in_rows;
-    if (job->uneven && job->kind == FSDP_OP_ALL_GATHER) call.out_rows = run->in_rows; /* all ranks' */
-    if (job->uneven && job->kind == FSDP_OP_ALL_TO_ALL) call.out_rows = run->out_rows;
+    if (job->uneven && job->kind != FSDP_OP_ALL_GATHER) call.input_rows = run->in_rows;
+    if (job->uneven && job->kind == FSDP_OP_ALL_GATHER) call.output_rows = run->in_rows; /* all ranks' */
+    if (job->uneven && job->kind == FSDP_OP_ALL_TO_ALL) call.output_rows = run->out_rows;
     return call;
 }
 
@@ -472,24 +472,24 @@ fsdp_status job_call(struct job_run *run, fsdp_group *group, fsdp_work **work)
     fsdp_collective c = job_collective(run);
     switch (c.kind) {
     case FSDP_OP_ALL_GATHER:
-        return c.out_rows ? fsdp_all_gather_v(group, c.in, c.out, c.out_rows, work)
-                          : fsdp_all_gather(group, c.in, c.out, work);
+        return c.output_rows ? fsdp_all_gather_v(group, c.input, c.output, c.output_rows, work)
+                          : fsdp_all_gather(group, c.input, c.output, work);
     case FSDP_OP_REDUCE_SCATTER:
-        return c.in_rows ? fsdp_reduce_scatter_v(group, c.in, c.out, c.in_rows, c.op, work)
-                         : fsdp_reduce_scatter(group, c.in, c.out, c.op, work);
+        return c.input_rows ? fsdp_reduce_scatter_v(group, c.input, c.output, c.input_rows, c.op, work)
+                         : fsdp_reduce_scatter(group, c.input, c.output, c.op, work);
     case FSDP_OP_ALL_REDUCE:
-        return fsdp_all_reduce(group, c.in, c.out, c.op, work);
+        return fsdp_all_reduce(group, c.input, c.output, c.op, work);
     case FSDP_OP_REDUCE:
-        return fsdp_reduce(group, c.in, c.out, c.op, c.peer, work);
+        return fsdp_reduce(group, c.input, c.output, c.op, c.peer, work);
     case FSDP_OP_BROADCAST:
-        return fsdp_broadcast(group, c.in, c.peer, work);
+        return fsdp_broadcast(group, c.input, c.peer, work);
     case FSDP_OP_GATHER:
-        return fsdp_gather(group, c.in, c.out, c.peer, work);
+        return fsdp_gather(group, c.input, c.output, c.peer, work);
     case FSDP_OP_SCATTER:
-        return fsdp_scatter(group, c.in, c.out, c.peer, work);
+        return fsdp_scatter(group, c.input, c.output, c.peer, work);
     default:
-        return c.in_rows ? fsdp_all_to_all_v(group, c.in, c.out, c.in_rows, c.out_rows, work)
-                         : fsdp_all_to_all(group, c.in, c.out, work);
+        return c.input_rows ? fsdp_all_to_all_v(group, c.input, c.output, c.input_rows, c.output_rows, work)
+                         : fsdp_all_to_all(group, c.input, c.output, work);
     }
 }
 

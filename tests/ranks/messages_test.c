@@ -313,8 +313,8 @@ static void ring(struct rank *r)
         fsdp_collective calls[2] = {
             {.struct_size = sizeof *calls, .kind = FSDP_OP_SEND, .peer = next, .tag = k},
             {.struct_size = sizeof *calls, .kind = FSDP_OP_RECV, .peer = before, .tag = k}};
-        calls[0].in = &outgoing(&a, r->rank, next, k, lengths[k])->dl;
-        calls[1].out = &incoming(&b, before, r->rank, k, lengths[k])->dl;
+        calls[0].input = &outgoing(&a, r->rank, next, k, lengths[k])->dl;
+        calls[1].output = &incoming(&b, before, r->rank, k, lengths[k])->dl;
         fsdp_collective turned[2] = {calls[1], calls[0]};
         fsdp_work *work = NULL;
         OK(fsdp_coalesced(group, k % 2 ? calls : turned, 2, k % 3 ? NULL : &work));
@@ -350,21 +350,21 @@ static void storm(struct rank *r)
             if (from == r->rank) {
                 calls[n] = (fsdp_collective){
                     .struct_size = sizeof *calls, .kind = FSDP_OP_SEND, .peer = to, .tag = tag};
-                calls[n].in = &outgoing(&letters[n], from, to, number, bytes)->dl;
+                calls[n].input = &outgoing(&letters[n], from, to, number, bytes)->dl;
                 n++;
             }
             if (to == r->rank) {
                 calls[n] = (fsdp_collective){
                     .struct_size = sizeof *calls, .kind = FSDP_OP_RECV, .peer = from, .tag = tag};
-                calls[n].out = &incoming(&letters[n], from, to, number, bytes)->dl;
+                calls[n].output = &incoming(&letters[n], from, to, number, bytes)->dl;
                 n++;
             }
         }
         for (int i = 0; i < n && !in_call; i++)
             if (calls[i].kind == FSDP_OP_SEND)
-                OK(fsdp_send(group, calls[i].in, calls[i].peer, calls[i].tag, &works[i]));
+                OK(fsdp_send(group, calls[i].input, calls[i].peer, calls[i].tag, &works[i]));
             else
-                OK(fsdp_recv(group, calls[i].out, calls[i].peer, calls[i].tag, &works[i]));
+                OK(fsdp_recv(group, calls[i].output, calls[i].peer, calls[i].tag, &works[i]));
         if (in_call) OK(fsdp_coalesced(group, calls, n, NULL));
         for (int i = n - 1; i >= 0; i--) {
             if (!in_call) finish(works[i]);

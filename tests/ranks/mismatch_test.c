@@ -133,8 +133,8 @@ static fsdp_status list_length(struct call *c)
         int64_t each = c->count / 3;
         list[i] = (fsdp_collective){.struct_size = sizeof *list,
                                     .kind = FSDP_OP_ALL_REDUCE,
-                                    .in = crew_tensor(c->in + i * each, F32, each),
-                                    .out = crew_tensor(c->out + i * each, F32, each)};
+                                    .input = crew_tensor(c->in + i * each, F32, each),
+                                    .output = crew_tensor(c->out + i * each, F32, each)};
     }
     return fsdp_coalesced(c->group, list, n, c->work);
 }
@@ -148,8 +148,8 @@ static fsdp_status list_cut(struct call *c)
         int64_t at = i ? first : 0, each = i ? c->count - first : first;
         list[i] = (fsdp_collective){.struct_size = sizeof *list,
                                     .kind = FSDP_OP_ALL_REDUCE,
-                                    .in = crew_tensor(c->in + at, F32, each),
-                                    .out = crew_tensor(c->out + at, F32, each)};
+                                    .input = crew_tensor(c->in + at, F32, each),
+                                    .output = crew_tensor(c->out + at, F32, each)};
     }
     return fsdp_coalesced(c->group, list, 2, c->work);
 }
@@ -163,8 +163,8 @@ static fsdp_status list_dtype(struct call *c)
         DLDataType type = i && c->odd ? I32 : F32;
         list[i] = (fsdp_collective){.struct_size = sizeof *list,
                                     .kind = FSDP_OP_ALL_REDUCE,
-                                    .in = crew_tensor(c->in + i * each, type, each),
-                                    .out = crew_tensor(c->out + i * each, type, each)};
+                                    .input = crew_tensor(c->in + i * each, type, each),
+                                    .output = crew_tensor(c->out + i * each, type, each)};
     }
     return fsdp_coalesced(c->group, list, 2, c->work);
 }
@@ -207,7 +207,7 @@ static const struct variant {
     {"length of a list", list_length, "in 2 tensors", "in 3 tensors", 0},
     {"cut of a list", list_cut, "in 2 tensors", "differ in shapes", 0},
     {"dtype in a list", list_dtype, "in 2 tensors", "differ in shapes", 0},
-    {"pairs of all_to_all", pairs, "uneven all_to_all", "out_rows", 1},
+    {"pairs of all_to_all", pairs, "uneven all_to_all", "output_rows", 1},
 };
 #define VARIANTS (int)(sizeof variants / sizeof *variants)
 
@@ -274,7 +274,7 @@ static void try_all(int rank)
             }
     fsdp_group_info info = {.struct_size = sizeof info};
     OK(fsdp_group_query(group, &info));
-    CHECK(info.failed == FSDP_OK, "the group failed: %d", info.failed);
+    CHECK(info.status == FSDP_OK, "the group failed: %d", info.status);
     fsdp_group_release(group);
 }
 

@@ -344,7 +344,7 @@ static void one_exchange(struct rank *r)
         t[i] = floats(x[i], shape);
         for (int k = 0; k < 10; k++) x[i][k] = (float)(i + k);
         calls[i] = (fsdp_collective){
-            .struct_size = sizeof *calls, .kind = FSDP_OP_ALL_REDUCE, .in = &t[i], .out = &t[i]};
+            .struct_size = sizeof *calls, .kind = FSDP_OP_ALL_REDUCE, .input = &t[i], .output = &t[i]};
         if (i >= 6) calls[i].op = FSDP_MAX;
     }
     OK(fsdp_coalesced(group, calls, 8, NULL));
@@ -374,22 +374,22 @@ static void refused_together(struct rank *r)
     reaching.strides = back; /* 95, 91, ... 59 */
     fsdp_collective reduce = {.struct_size = sizeof reduce, .kind = FSDP_OP_ALL_REDUCE}, a = reduce,
                     b = reduce, c = reduce;
-    a.in = &t[0], a.out = &t[2];
-    b.in = &t[3], b.out = &t[4];
+    a.input = &t[0], a.output = &t[2];
+    b.input = &t[3], b.output = &t[4];
 #define TRIO ((const fsdp_collective[]){a, b, c})
-    c.in = &t[2], c.out = &t[5];
-    REFUSED(fsdp_coalesced(group, TRIO, 3, NULL), FSDP_ERR_INVALID, "operations[2].in");
-    c.in = &t[5], c.out = &between;
+    c.input = &t[2], c.output = &t[5];
+    REFUSED(fsdp_coalesced(group, TRIO, 3, NULL), FSDP_ERR_INVALID, "operations[2].input");
+    c.input = &t[5], c.output = &between;
     REFUSED(fsdp_coalesced(group, TRIO, 3, NULL), FSDP_ERR_INVALID, "overlap");
     /* An input that reaches back over an output, with another tensor in between. */
-    a.out = &t[6], b.in = &t[8], b.out = &t[3];
-    c.in = &reaching, c.out = &t[4];
+    a.output = &t[6], b.input = &t[8], b.output = &t[3];
+    c.input = &reaching, c.output = &t[4];
     REFUSED(fsdp_coalesced(group, TRIO, 3, NULL), FSDP_ERR_INVALID, "overlap");
-    c.in = &t[0]; /* two inputs may be the same */
-    fsdp_collective send = {.struct_size = sizeof send, .kind = FSDP_OP_SEND, .in = &t[0]}, recv = send;
+    c.input = &t[0]; /* two inputs may be the same */
+    fsdp_collective send = {.struct_size = sizeof send, .kind = FSDP_OP_SEND, .input = &t[0]}, recv = send;
     REFUSED(fsdp_coalesced(group, ((const fsdp_collective[]){a, send}), 2, NULL), FSDP_ERR_INVALID,
             "point-to-point");
-    recv.kind = FSDP_OP_RECV, recv.in = NULL, recv.out = &between;
+    recv.kind = FSDP_OP_RECV, recv.input = NULL, recv.output = &between;
     REFUSED(fsdp_coalesced(group, ((const fsdp_collective[]){send, recv}), 2, NULL), FSDP_ERR_INVALID,
             "overlap");
     recv.kind = FSDP_OP_BARRIER;

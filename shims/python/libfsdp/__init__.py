@@ -44,7 +44,7 @@ from .errors import (
 from .group import ANY_RANK, Group, GroupInfo, ReduceOp, init
 from .model import MemoryInfo, Model, Param, Unit
 from .store import Store
-from .tensor import Tensor, copy, empty, from_dlpack, shard, shard_extent
+from .tensor import Tensor, copy, from_dlpack, shard, shard_extent, zeros
 from .work import Work
 
 __version__ = f"{abi.VERSION_MAJOR}.{abi.VERSION_MINOR}.{abi.VERSION_PATCH}"
@@ -80,9 +80,9 @@ __all__ = [
     "Work",
     "abi",
     "copy",
-    "empty",
     "from_dlpack",
     "init",
     "shard",
     "shard_extent",
+    "zeros",
 ]

@@ -97,7 +97,7 @@ class _Operations:
         if rows is None:
             return self._do(abi.FSDP_OP_ALL_GATHER, lib.fsdp_all_gather, args, out, async_op)
         args += (self._rows(rows, "rows"),)
-        return self._do(abi.FSDP_OP_ALL_GATHER, lib.fsdp_all_gather_v, args, out, async_op, out_rows=args[2])
+        return self._do(abi.FSDP_OP_ALL_GATHER, lib.fsdp_all_gather_v, args, out, async_op, output_rows=args[2])
 
     def all_gather_v(self, input, out, rows, *, async_op=False):
         """`all_gather` with `rows`."""
@@ -124,7 +124,7 @@ class _Operations:
             out,
             async_op,
             op=code,
-            in_rows=rows,
+            input_rows=rows,
         )
 
     def reduce_scatter_v(self, input, out, rows, op="sum", *, async_op=False):
@@ -180,32 +180,32 @@ class _Operations:
         args = None if input is None else borrow(input, "input"), borrow(out, "out", True), root
         return self._do(abi.FSDP_OP_SCATTER, lib.fsdp_scatter, args, out, async_op, peer=root)
 
-    def all_to_all(self, input, out, *, in_rows=None, out_rows=None, async_op=False):
+    def all_to_all(self, input, out, *, input_rows=None, output_rows=None, async_op=False):
         """Part r of `input` goes to rank r, whose part `rank` of `out` it becomes.
 
-        Even: input and out of equal shape, d0 a multiple of N. Uneven: in_rows[r] rows of input go to rank r, out_rows[r]
+        Even: input and out of equal shape, d0 a multiple of N. Uneven: input_rows[r] rows of input go to rank r, output_rows[r]
         rows of out come from it (N integers each). Not in place.
         """
-        if (in_rows is None) != (out_rows is None):
-            missing = "in_rows" if in_rows is None else "out_rows"
-            raise InvalidArgument(f"{missing}: give in_rows and out_rows together, or neither")
+        if (input_rows is None) != (output_rows is None):
+            missing = "input_rows" if input_rows is None else "output_rows"
+            raise InvalidArgument(f"{missing}: give input_rows and output_rows together, or neither")
         args = borrow(input, "input"), borrow(out, "out", True)
-        if in_rows is None:
+        if input_rows is None:
             return self._do(abi.FSDP_OP_ALL_TO_ALL, lib.fsdp_all_to_all, args, out, async_op)
-        rows = self._rows(in_rows, "in_rows"), self._rows(out_rows, "out_rows")
+        rows = self._rows(input_rows, "input_rows"), self._rows(output_rows, "output_rows")
         return self._do(
             abi.FSDP_OP_ALL_TO_ALL,
             lib.fsdp_all_to_all_v,
             args + rows,
             out,
             async_op,
-            in_rows=rows[0],
-            out_rows=rows[1],
+            input_rows=rows[0],
+            output_rows=rows[1],
         )
 
-    def all_to_all_v(self, input, out, in_rows, out_rows, *, async_op=False):
-        """`all_to_all` with `in_rows` and `out_rows`."""
-        return self.all_to_all(input, out, in_rows=in_rows, out_rows=out_rows, async_op=async_op)
+    def all_to_all_v(self, input, out, input_rows, output_rows, *, async_op=False):
+        """`all_to_all` with `input_rows` and `output_rows`."""
+        return self.all_to_all(input, out, input_rows=input_rows, output_rows=output_rows, async_op=async_op)
 
     def send(self, tensor, dst, tag=0, *, async_op=False):
         """Send `tensor` to rank `dst`. Complete when it was read there. `tag` >= 0 says which `recv` it is for."""
@@ -374,7 +374,7 @@ class Group(_Operations):
             name=info.name.decode(),
             transport=info.transport.decode(),
             direct_read=bool(info.direct_read),
-            failed=BY_STATUS.get(info.failed),
+            failed=BY_STATUS.get(info.status),
             operations=info.operations,
             bytes_moved=info.bytes_moved,
             segment_bytes=info.segment_bytes,
@@ -414,20 +414,20 @@ class Coalesced(_Operations):
         self._items = []
         self.work = None
 
-    def _do(self, kind, function, args, result, async_op, *, op=0, in_rows=None, out_rows=None, peer=0, tag=0):
+    def _do(self, kind, function, args, result, async_op, *, op=0, input_rows=None, output_rows=None, peer=0, tag=0):
         if async_op:
             raise InvalidArgument("async_op: give it to coalesced(), for all operations together")
         item = abi.fsdp_collective(kind, op)
         first, second = args[0], args[1] if isinstance(args[1], abi.DLTensor) else None
         if kind == abi.FSDP_OP_RECV:
             first, second = None, first
-        for field, tensor in (("in_", first), ("out", second)):
+        for field, tensor in (("input", first), ("output", second)):
             if tensor is not None:
                 setattr(item, field, _pointer(tensor))
-        if in_rows is not None:
-            item.in_rows = in_rows
-        if out_rows is not None:
-            item.out_rows = out_rows
+        if input_rows is not None:
+            item.input_rows = input_rows
+        if output_rows is not None:
+            item.output_rows = output_rows
         item.peer, item.tag = peer, tag
         self._items.append((item, args))
         return result

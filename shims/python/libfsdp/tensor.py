@@ -219,7 +219,11 @@ def _share_deleter(handle):
 
 
 def _share(tensor):
-    """Another handle on a tensor's memory, made here. Its deleter needs the interpreter, unlike the library's own."""
+    """Another handle on a tensor's memory: the library's, whose deleter runs anywhere, or, for memory of others, one made
+    here, whose deleter needs the interpreter."""
+    shared = POINTER(abi.DLManagedTensorVersioned)()
+    if abi.lib.fsdp_tensor_share(tensor._managed, byref(shared)) == abi.FSDP_OK:
+        return shared
     source = tensor._managed.contents
     struct = abi.DLManagedTensorVersioned()
     ctypes.pointer(struct)[0] = source
@@ -231,7 +235,7 @@ def _share(tensor):
 
 def _copied(tensor):
     """A handle on a copy."""
-    twin = empty(tensor.shape, tensor.dtype)
+    twin = zeros(tensor.shape, tensor.dtype)
     copy(tensor, twin)
     handle, twin._managed = twin._managed, None
     handle.contents.flags |= abi.DLPACK_FLAG_BITMASK_IS_COPIED
@@ -241,7 +245,7 @@ def _copied(tensor):
 # ---- Functions -------------------------------------------------------------------------------------------------------
 
 
-def empty(shape, dtype="float32"):
+def zeros(shape, dtype="float32"):
     """A new Tensor of zeros, in memory of the library (row-major, 64-byte aligned).
 
     shape: an integer or a sequence of them. dtype: a name, or a NumPy, ml_dtypes or torch dtype.
@@ -254,7 +258,7 @@ def empty(shape, dtype="float32"):
     code, bits, _ = TABLE[name_of(dtype)]
     managed = POINTER(abi.DLManagedTensorVersioned)()
     dims = (c_int64 * len(lengths))(*lengths)
-    check(abi.lib.fsdp_empty(byref(abi.DLDataType(code, bits, 1)), len(lengths), dims, byref(managed)))
+    check(abi.lib.fsdp_zeros(byref(abi.DLDataType(code, bits, 1)), len(lengths), dims, byref(managed)))
     return Tensor(managed)
 
 

@@ -17,7 +17,7 @@ import time
 from ctypes import CFUNCTYPE, byref, c_int32, c_void_p, py_object
 
 from . import abi
-from .errors import Pending, from_info, last
+from .errors import Pending, check, from_info, last
 from .handle import Handle
 
 lib = abi.lib
@@ -82,6 +82,13 @@ class Work:
             status = lib.fsdp_work_wait(handle, slice_ms)
             if status != abi.FSDP_ERR_PENDING or (deadline is not None and time.monotonic() >= deadline):
                 return status
+
+    @property
+    def source(self):
+        """The rank whose message a complete `recv` took, also one with src=ANY_RANK. Raises InvalidState otherwise."""
+        rank = c_int32()
+        check(lib.fsdp_work_source(self._handle, byref(rank)))
+        return rank.value
 
     @property
     def error(self):
