@@ -119,6 +119,7 @@ struct lane {
     int32_t has_thread;
     pthread_t thread;
     fsdp_group *group;
+    int64_t checked_ns; /* messages: when those that wait were last looked after; the advancing thread's */
     void (*nudge)(struct lane *lane); /* wake the thread that advances it, which sleeps on something else; or NULL */
     /* Advance: for collectives, run the head to its end; for messages, step all until `until` is complete (NULL: until
      * none is left). Called with busy set and without the lock. */

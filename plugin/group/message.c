@@ -159,7 +159,6 @@ void messages_nudge(struct lane *lane)
 void messages_advance(struct lane *lane, fsdp_work *until)
 {
     struct transport *t = lane->group->transport;
-    int64_t checked = os_now_ns();
     for (;;) {
         char stalled[256] = {0};
         uint32_t ticket = t->ops->message_ticket(t);
@@ -170,9 +169,9 @@ void messages_advance(struct lane *lane, fsdp_work *until)
         /* By the clock, not when nothing moves: one message may be stuck while others flow. */
         int64_t now = os_now_ns();
         int failed = atomic_load_explicit(&t->failed, memory_order_acquire);
-        if (failed || now - checked >= CHECK_NS) {
+        if (failed || now - lane->checked_ns >= CHECK_NS) {
             for (fsdp_work *work = next_of(lane, NULL); work; work = next_of(lane, work)) check_work(lane, work, now);
-            checked = now;
+            lane->checked_ns = now;
         }
         for (fsdp_work *work = next_of(lane, NULL), *next; work; work = next) {
             next = next_of(lane, work);

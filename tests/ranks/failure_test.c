@@ -472,11 +472,12 @@ static void die_in_message(int rank)
     fsdp_group *group = mortal_group(rank, 3);
     float *data = crew_floats(LARGE, 1);
     OK(fsdp_barrier(group, NULL));
+    int turn = 0;
     fsdp_status got = FSDP_OK;
     crew_raise(0);
     while (got == FSDP_OK) {
         DLTensor *t = crew_tensor(data, F32, LARGE);
-        got = rank == 2 ? fsdp_recv(group, t, FSDP_ANY_RANK, 0, NULL) : fsdp_send(group, t, 2, 0, NULL);
+        got = rank == 2 ? fsdp_recv(group, t, turn++ % 2, 0, NULL) : fsdp_send(group, t, 2, 0, NULL);
     }
     int dead = (int)atomic_load(&crew->numbers[1]);
     expect_lost(got, dead, "has ended", " ");
