@@ -58,22 +58,22 @@ extern "C" {
 typedef int32_t fsdp_status;
 enum {
     FSDP_OK = 0,
-    FSDP_ERR_INVALID = 1,      /* an argument is wrong; nothing was done */
-    FSDP_ERR_STRUCT_SIZE = 2,  /* struct_size is too small, or names fields this library does not know */
-    FSDP_ERR_VERSION = 3,      /* an ABI or DLPack version that this library does not speak */
-    FSDP_ERR_UNSUPPORTED = 4,  /* meaningful, but not available here (dtype, device, transport) */
-    FSDP_ERR_NOMEM = 5,        /* out of memory or address space */
-    FSDP_ERR_SYSTEM = 6,       /* a system call failed; the message has its error text */
-    FSDP_ERR_TIMEOUT = 7,      /* the group's or store's time is up */
-    FSDP_ERR_PENDING = 8,      /* fsdp_work_wait: its own timeout passed; the operation goes on */
-    FSDP_ERR_MISMATCH = 9,     /* ranks called different operations, or the same one with different arguments */
-    FSDP_ERR_PEER_LOST = 10,   /* another rank's process ended or it released the group */
-    FSDP_ERR_ABORTED = 11,     /* the group was aborted, here or on another rank */
-    FSDP_ERR_FORKED = 12,      /* the handle was made before fork() and this is the child */
-    FSDP_ERR_STATE = 13,       /* not now: the object is in another state; the message says which call comes first */
-    FSDP_ERR_RENDEZVOUS = 14,  /* ranks could not find each other, or disagree about who they are */
-    FSDP_ERR_CALLBACK = 15,    /* a host callback reported a failure */
-    FSDP_ERR_INTERNAL = 16,    /* a defect of the library */
+    FSDP_ERR_INVALID = 1,     /* an argument is wrong; nothing was done */
+    FSDP_ERR_STRUCT_SIZE = 2, /* struct_size is too small, or names fields this library does not know */
+    FSDP_ERR_VERSION = 3,     /* an ABI or DLPack version that this library does not speak */
+    FSDP_ERR_UNSUPPORTED = 4, /* meaningful, but not available here (dtype, device, transport) */
+    FSDP_ERR_NOMEM = 5,       /* out of memory or address space */
+    FSDP_ERR_SYSTEM = 6,      /* a system call failed; the message has its error text */
+    FSDP_ERR_TIMEOUT = 7,     /* the group's or store's time is up */
+    FSDP_ERR_PENDING = 8,     /* fsdp_work_wait: its own timeout passed; the operation goes on */
+    FSDP_ERR_MISMATCH = 9,    /* ranks called different operations, or the same one with different arguments */
+    FSDP_ERR_PEER_LOST = 10,  /* another rank's process ended or it released the group */
+    FSDP_ERR_ABORTED = 11,    /* the group was aborted, here or on another rank */
+    FSDP_ERR_FORKED = 12,     /* the handle was made before fork() and this is the child */
+    FSDP_ERR_STATE = 13,      /* not now: the object is in another state; the message says which call comes first */
+    FSDP_ERR_RENDEZVOUS = 14, /* ranks could not find each other, or disagree about who they are */
+    FSDP_ERR_CALLBACK = 15,   /* a host callback reported a failure */
+    FSDP_ERR_INTERNAL = 16,   /* a defect of the library */
 };
 
 /* Reductions. Low-precision floats (f16, bf16, fp8) accumulate in f32, f32 in f32, f64 in f64, integers in their own
@@ -238,7 +238,8 @@ FSDP_API void fsdp_store_release(fsdp_store *store);
 
 /* A new tensor of zeros in the library's own memory (row-major, 64-byte aligned). Free it by calling its deleter, on
  * any thread. Errors: INVALID (negative size), UNSUPPORTED (dtype), NOMEM. */
-FSDP_API fsdp_status fsdp_zeros(const DLDataType *dtype, int32_t ndim, const int64_t *shape, DLManagedTensorVersioned **tensor);
+FSDP_API fsdp_status fsdp_zeros(const DLDataType *dtype, int32_t ndim, const int64_t *shape,
+                                DLManagedTensorVersioned **tensor);
 
 /* output[...] = input[...], any strides, casting between dtypes: rounded once to nearest even; float to integer truncates and
  * saturates (NaN gives 0); to bool is != 0 (NaN gives true); complex to real takes the real part. Same shape. Errors:
@@ -280,10 +281,11 @@ typedef struct fsdp_group_options {
     const char *name;      /* for messages; at most 63 bytes. NULL: "group<n>". Ranks need not agree on it. */
     const char *transport; /* "self" (one rank), "shm" (one host); NULL: by size and host */
     int64_t timeout_ms;    /* of each operation, from its start on the data path, and of making the group; 0: 600000 */
-    int64_t staging_bytes; /* shared memory for staging, for each rank; 0: 1 MiB. 64 KiB to 256 MiB; rank 0's counts. */
-    int32_t direct_read;   /* reading peers' memory with process_vm_readv: 0 where the kernel allows it and it is the
+    int64_t
+        staging_bytes;   /* shared memory for staging, for each rank; 0: 512 KiB. 64 KiB to 256 MiB; rank 0's counts. */
+    int32_t direct_read; /* reading peers' memory with process_vm_readv: 0 where the kernel allows it and it is the
                               faster way, 1 always (UNSUPPORTED where it is refused), 2 never. Rank 0's counts. */
-    int32_t spin_us;       /* how long a wait spins before it sleeps; 0: chosen by ranks and cores, -1: never */
+    int32_t spin_us;     /* how long a wait spins before it sleeps; 0: chosen by ranks and cores, -1: never */
 } fsdp_group_options;
 
 FSDP_API fsdp_status fsdp_group_options_init(fsdp_group_options *options, size_t struct_size);
@@ -304,9 +306,9 @@ typedef struct fsdp_group_info {
     size_t struct_size;
     int32_t rank;
     int32_t size;
-    fsdp_status status;    /* FSDP_OK, or what ended the group */
-    int32_t direct_read;   /* 1 when peers' memory can be read directly */
-    char transport[16];    /* "self", "shm" */
+    fsdp_status status;  /* FSDP_OK, or what ended the group */
+    int32_t direct_read; /* 1 when peers' memory can be read directly */
+    char transport[16];  /* "self", "shm" */
     char name[64];
     uint64_t operations;   /* collectives and unit operations begun so far */
     uint64_t bytes_moved;  /* bytes this rank read from peers' memory or staging, and wrote to staging and shared
@@ -377,25 +379,26 @@ FSDP_API void fsdp_work_release(fsdp_work *work);
 
 /* output = the ranks' `input`, in rank order. input (s...), output with N times the elements: (N, s...) or (N*d0, ...). Same dtype.
  * In place: input may be output's rows of this rank. */
-FSDP_API fsdp_status fsdp_all_gather(fsdp_group *group, const DLTensor *input, const DLTensor *output, fsdp_work **work);
+FSDP_API fsdp_status fsdp_all_gather(fsdp_group *group, const DLTensor *input, const DLTensor *output,
+                                     fsdp_work **work);
 
 /* Uneven: rank r gives rows[r] rows; `rows` (N entries) is the same on all ranks. input (rows[rank], ...), output (sum of rows,
  * ...). In place as above. */
-FSDP_API fsdp_status fsdp_all_gather_v(fsdp_group *group, const DLTensor *input, const DLTensor *output, const int64_t *rows,
-                                       fsdp_work **work);
+FSDP_API fsdp_status fsdp_all_gather_v(fsdp_group *group, const DLTensor *input, const DLTensor *output,
+                                       const int64_t *rows, fsdp_work **work);
 
 /* output = this rank's part of the reduction of the ranks' `input`: input (N*d0, ...) or (N, s...), output with 1/N of the elements.
  * Same dtype. In place: output may be input's rows of this rank. */
-FSDP_API fsdp_status fsdp_reduce_scatter(fsdp_group *group, const DLTensor *input, const DLTensor *output, fsdp_reduce_op op,
-                                         fsdp_work **work);
+FSDP_API fsdp_status fsdp_reduce_scatter(fsdp_group *group, const DLTensor *input, const DLTensor *output,
+                                         fsdp_reduce_op op, fsdp_work **work);
 
 /* Uneven: rank r receives rows[r] rows. input (sum of rows, ...), output (rows[rank], ...). */
 FSDP_API fsdp_status fsdp_reduce_scatter_v(fsdp_group *group, const DLTensor *input, const DLTensor *output,
                                            const int64_t *rows, fsdp_reduce_op op, fsdp_work **work);
 
 /* output = the reduction of the ranks' `input`, on all. Same shape and dtype. In place: output may be input. */
-FSDP_API fsdp_status fsdp_all_reduce(fsdp_group *group, const DLTensor *input, const DLTensor *output, fsdp_reduce_op op,
-                                     fsdp_work **work);
+FSDP_API fsdp_status fsdp_all_reduce(fsdp_group *group, const DLTensor *input, const DLTensor *output,
+                                     fsdp_reduce_op op, fsdp_work **work);
 
 /* The same on rank `root` only; elsewhere output may be NULL and is not touched. In place on root. */
 FSDP_API fsdp_status fsdp_reduce(fsdp_group *group, const DLTensor *input, const DLTensor *output, fsdp_reduce_op op,
@@ -414,12 +417,13 @@ FSDP_API fsdp_status fsdp_scatter(fsdp_group *group, const DLTensor *input, cons
 
 /* Part r of input goes to rank r, whose part `rank` of output it becomes. input and output of equal shape, d0 (or the elements of a
  * tensor whose d0 is not divisible) a multiple of N. Not in place. */
-FSDP_API fsdp_status fsdp_all_to_all(fsdp_group *group, const DLTensor *input, const DLTensor *output, fsdp_work **work);
+FSDP_API fsdp_status fsdp_all_to_all(fsdp_group *group, const DLTensor *input, const DLTensor *output,
+                                     fsdp_work **work);
 
 /* Uneven: input_rows[r] rows of input go to rank r, output_rows[r] rows of output come from it. input_rows[r] here must equal
  * output_rows[rank] on r (MISMATCH otherwise). Rows are of equal size in input and output, on all ranks. */
-FSDP_API fsdp_status fsdp_all_to_all_v(fsdp_group *group, const DLTensor *input, const DLTensor *output, const int64_t *input_rows,
-                                       const int64_t *output_rows, fsdp_work **work);
+FSDP_API fsdp_status fsdp_all_to_all_v(fsdp_group *group, const DLTensor *input, const DLTensor *output,
+                                       const int64_t *input_rows, const int64_t *output_rows, fsdp_work **work);
 
 /* Point to point. A send and the recv that takes it have equal element counts and dtypes (MISMATCH on both sides
  * otherwise). For one pair of ranks and one tag, messages are taken in the order in which they were sent; different tags
@@ -441,13 +445,13 @@ FSDP_API fsdp_status fsdp_barrier(fsdp_group *group, fsdp_work **work);
 /* One operation of a coalesced call: the arguments of the function of that kind; the others are zero. */
 typedef struct fsdp_collective {
     size_t struct_size;
-    fsdp_op_kind kind;       /* FSDP_OP_ALL_GATHER ... FSDP_OP_RECV (not BARRIER) */
+    fsdp_op_kind kind; /* FSDP_OP_ALL_GATHER ... FSDP_OP_RECV (not BARRIER) */
     fsdp_reduce_op op;
     const DLTensor *input;      /* the tensor of BROADCAST and SEND */
     const DLTensor *output;     /* the tensor of RECV */
     const int64_t *input_rows;  /* REDUCE_SCATTER, ALL_TO_ALL: NULL for even */
     const int64_t *output_rows; /* ALL_GATHER, ALL_TO_ALL: NULL for even */
-    int32_t peer;            /* root, dst or src */
+    int32_t peer;               /* root, dst or src */
     int32_t tag;
 } fsdp_collective;
 
@@ -482,11 +486,11 @@ typedef struct fsdp_unit fsdp_unit;
 
 typedef struct fsdp_model_options {
     size_t struct_size;
-    const char *name;              /* for messages; NULL: "model" */
+    const char *name;                 /* for messages; NULL: "model" */
     int32_t no_reshard_after_forward; /* 1: parameters stay full from forward to backward; 0: resharded in between */
-    int32_t private_unshard;       /* 1: full parameters in each rank's private memory, filled by all-gather;
+    int32_t private_unshard;          /* 1: full parameters in each rank's private memory, filled by all-gather;
                                       0: one copy a host, in shared memory, where the transport can */
-    double gradient_divisor;       /* gradients are summed over ranks and divided by this; 0: the group's size */
+    double gradient_divisor;          /* gradients are summed over ranks and divided by this; 0: the group's size */
 } fsdp_model_options;
 
 FSDP_API fsdp_status fsdp_model_options_init(fsdp_model_options *options, size_t struct_size);
@@ -505,8 +509,8 @@ typedef struct fsdp_param {
     int32_t reserved;     /* 0 */
 } fsdp_param;
 
-/* Make a unit of n >= 1 parameters. Collective: all ranks give the same names, shapes, dtypes and frozen flags (MISMATCH
- * otherwise). Values are not compared: each rank contributes its own rows, so begin with equal values or broadcast first.
+/* Make a unit of n >= 1 parameters. Collective: all ranks give the same names, shapes, dtypes and frozen flags, and
+ * their models' options agree (MISMATCH otherwise). Values are not compared: each rank contributes its own rows, so begin with equal values or broadcast first.
  * A parameter's name is free again when its unit and all tensors of it are gone.
  * name: for messages, at most 63 bytes count; NULL: "unit<n>". The unit begins sharded. All or nothing. Errors also:
  * INVALID (names repeated in the model, 0-dim), UNSUPPORTED (dtype), NOMEM. */
@@ -555,7 +559,8 @@ enum {
 FSDP_API fsdp_status fsdp_unit_query_state(fsdp_unit *unit, fsdp_unit_state *state);
 
 /* The host changed a shard's values at a time other than after fsdp_unit_create, fsdp_model_finish_backward or
- * fsdp_model_reset and before the next unshard: the next unshard that begins sharded publishes them. Every rank calls it,
+ * fsdp_model_reset and before the next unshard: the next unshard publishes them, also of a unit
+ * that is unsharded. Every rank calls it,
  * whichever rank's shard changed. */
 FSDP_API fsdp_status fsdp_unit_shard_changed(fsdp_unit *unit);
 
@@ -578,14 +583,14 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
 /* Bytes of tensor data, now and at most so far. Counts elements, not alignment. */
 typedef struct fsdp_memory_info {
     size_t struct_size;
-    int64_t shards;             /* this rank's parameter shards */
-    int64_t gradients;          /* this rank's sharded gradients and accumulation buffers */
-    int64_t unsharded;          /* full parameters: in this rank's private memory, or shared, counted once a host */
+    int64_t shards;    /* this rank's parameter shards */
+    int64_t gradients; /* this rank's sharded gradients and accumulation buffers */
+    int64_t unsharded; /* full parameters: in this rank's private memory, or shared, counted once a host */
     int64_t unsharded_peak;
-    int64_t host_parameters;    /* all ranks' shards + unsharded as held by the whole host */
-    int64_t total_parameters;   /* the model's parameters, unsharded, were they all there at once */
-    int64_t reduced_bytes;      /* gradient bytes given to reductions by this rank so far */
-    int64_t published_bytes;    /* shard bytes written by this rank's unshards so far */
+    int64_t host_parameters;  /* all ranks' shards + unsharded as held by the whole host */
+    int64_t total_parameters; /* the model's parameters, unsharded, were they all there at once */
+    int64_t reduced_bytes;    /* gradient bytes given to reductions by this rank so far */
+    int64_t published_bytes;  /* shard bytes written by this rank's unshards so far */
 } fsdp_memory_info;
 FSDP_API fsdp_status fsdp_model_memory(fsdp_model *model, fsdp_memory_info *info);
 
@@ -598,6 +603,7 @@ typedef struct fsdp_api fsdp_api;
 FSDP_API fsdp_status fsdp_get_api(int32_t major, int32_t minor, const fsdp_api **api);
 
 /* The slots, in the order in which functions were released. Written by abi/generate.py from the prototypes above. */
+/* clang-format off */
 /* generated: table */
 struct fsdp_api {
     size_t struct_size;
@@ -681,6 +687,7 @@ struct fsdp_api {
     fsdp_status (*model_memory)(fsdp_model *model, fsdp_memory_info *info);
 };
 /* generated: end */
+/* clang-format on */
 
 #ifdef __cplusplus
 }

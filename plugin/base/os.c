@@ -43,6 +43,12 @@ int os_cpu_count(void)
     return n > 0 ? (int)n : 1;
 }
 
+uint32_t os_processor(void)
+{
+    int now = sched_getcpu();
+    return now < 0 ? UINT32_MAX - 1 : (uint32_t)now;
+}
+
 void os_futex_wait(_Atomic uint32_t *word, uint32_t expected, int64_t timeout_ns)
 {
     if (timeout_ns <= 0) return;
@@ -91,7 +97,8 @@ fsdp_status os_liveness_fd(int *fd, int *keep)
 #endif
     /* Older kernels: a pipe whose write end closes with the process (or, late, with the last of its forked children). */
     int ends[2];
-    if (pipe2(ends, O_CLOEXEC) != 0) return err_sys(FSDP_ERR_SYSTEM, errno, "pipe for telling peers of this process's end");
+    if (pipe2(ends, O_CLOEXEC) != 0)
+        return err_sys(FSDP_ERR_SYSTEM, errno, "pipe for telling peers of this process's end");
     *fd = ends[0];
     *keep = ends[1];
     return FSDP_OK;
@@ -135,8 +142,8 @@ fsdp_status os_descriptors_check(int n, const char *what)
     }
     for (int i = 0; i < got; i++) close(fds[i]);
     if (!failed) return FSDP_OK;
-    return err_sys(FSDP_ERR_SYSTEM, failed, "%s needs %d file descriptors, but there is room for %d: raise `ulimit -n`", what, n,
-                   got);
+    return err_sys(FSDP_ERR_SYSTEM, failed, "%s needs %d file descriptors, but there is room for %d: raise `ulimit -n`",
+                   what, n, got);
 }
 
 int os_read_peer(pid_t pid, uint64_t address, void *to, size_t bytes)
@@ -180,7 +187,8 @@ void os_random(void *out, size_t bytes)
             if (errno == EINTR) continue;
             /* No getrandom: time and pid still make clashes unlikely; nothing secret hangs on it. */
             uint64_t seed = (uint64_t)os_now_ns() ^ ((uint64_t)getpid() << 32);
-            for (size_t i = 0; i < bytes; i++) at[i] = (char)((seed = seed * 6364136223846793005u + 1442695040888963407u) >> 56);
+            for (size_t i = 0; i < bytes; i++)
+                at[i] = (char)((seed = seed * 6364136223846793005u + 1442695040888963407u) >> 56);
             return;
         }
         at += n;
@@ -233,16 +241,18 @@ fsdp_status os_segment_reserve(int fd, size_t offset, size_t bytes)
     /* Growing a file past RLIMIT_FSIZE would raise a signal in the host: refuse first. */
     struct rlimit limit;
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && offset + bytes > limit.rlim_cur)
-        return err(FSDP_ERR_NOMEM, "a shared segment of %zu bytes is above the file size limit of %llu: raise `ulimit -f`",
+        return err(FSDP_ERR_NOMEM,
+                   "a shared segment of %zu bytes is above the file size limit of %llu: raise `ulimit -f`",
                    offset + bytes, (unsigned long long)limit.rlim_cur);
     int failed;
     do failed = fallocate(fd, 0, (off_t)offset, (off_t)bytes) ? errno : 0;
     while (failed == EINTR);
     if (failed == 0) return FSDP_OK;
-    return err_sys(FSDP_ERR_NOMEM, failed,
-                   "can't reserve %zu bytes of shared memory: free memory, raise the container's memory limit, or use less "
-                   "(staging_bytes, private_unshard)",
-                   bytes);
+    return err_sys(
+        FSDP_ERR_NOMEM, failed,
+        "can't reserve %zu bytes of shared memory: free memory, raise the container's memory limit, or use less "
+        "(staging_bytes, private_unshard)",
+        bytes);
 }
 
 void os_segment_discard(int fd, size_t offset, size_t bytes)
@@ -259,7 +269,8 @@ static fsdp_status map_result(void *at, size_t bytes, const char *what, void **o
 
 fsdp_status os_map_shared(int fd, size_t offset, size_t bytes, void **out)
 {
-    return map_result(mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, (off_t)offset), bytes, "shared memory", out);
+    return map_result(mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, (off_t)offset), bytes, "shared memory",
+                      out);
 }
 
 fsdp_status os_map_private(int fd, size_t offset, size_t bytes, void *at, void **out)
@@ -270,7 +281,8 @@ fsdp_status os_map_private(int fd, size_t offset, size_t bytes, void *at, void *
 
 fsdp_status os_map_anonymous(size_t bytes, void **out)
 {
-    return map_result(mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), bytes, "memory", out);
+    return map_result(mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), bytes, "memory",
+                      out);
 }
 
 void os_unmap(void *at, size_t bytes)

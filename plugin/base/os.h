@@ -12,8 +12,9 @@
 
 /* ---- time and waiting (os.c) */
 
-int64_t os_now_ns(void); /* monotonic */
-int os_cpu_count(void);  /* processors this process may run on */
+int64_t os_now_ns(void);     /* monotonic */
+int os_cpu_count(void);      /* processors this process may run on */
+uint32_t os_processor(void); /* the one this thread runs on just now */
 
 static inline void os_relax(void)
 {
@@ -88,8 +89,7 @@ fsdp_status os_peer_credentials(int fd, pid_t *pid, uid_t *uid);
  * NULL, a shorter message without any descriptor is taken too, and *got says how many there were. A peer that has gone:
  * PEER_LOST. */
 fsdp_status os_send_fds(int fd, const void *data, size_t bytes, const int *fds, int n_fds);
-fsdp_status os_recv_fds(int fd, void *data, size_t bytes, int *fds, int n_fds, int *got,
-                        int64_t deadline);
+fsdp_status os_recv_fds(int fd, void *data, size_t bytes, int *fds, int n_fds, int *got, int64_t deadline);
 void os_close(int *fd); /* closes unless -1; sets -1 */
 
 #endif

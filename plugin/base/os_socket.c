@@ -28,7 +28,7 @@ static fsdp_status address_make(const char *name, struct sockaddr_un *address, s
 fsdp_status os_listen(const char *name, int backlog, int *out)
 {
     struct sockaddr_un address;
-    socklen_t length;
+    socklen_t length = 0;
     TRY(address_make(name, &address, &length));
     int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (fd < 0) return err_sys(FSDP_ERR_SYSTEM, errno, "unix socket");
@@ -71,7 +71,7 @@ fsdp_status os_accept(int listener, int64_t deadline, int *out)
 fsdp_status os_connect(const char *name, int64_t deadline, int *out)
 {
     struct sockaddr_un address;
-    socklen_t length;
+    socklen_t length = 0;
     TRY(address_make(name, &address, &length));
     for (;;) {
         int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
@@ -86,7 +86,8 @@ fsdp_status os_connect(const char *name, int64_t deadline, int *out)
         if (failed == ECONNREFUSED) return err(FSDP_ERR_PEER_LOST, "the first rank's socket '%s' has gone", name);
         if (failed != EAGAIN && failed != EINTR)
             return err_sys(FSDP_ERR_SYSTEM, failed, "can't connect to the first rank's socket '%s'", name);
-        if (os_now_ns() > deadline) return err(FSDP_ERR_TIMEOUT, "timed out connecting to the first rank's socket '%s'", name);
+        if (os_now_ns() > deadline)
+            return err(FSDP_ERR_TIMEOUT, "timed out connecting to the first rank's socket '%s'", name);
         nanosleep(&(struct timespec){.tv_nsec = 2000000}, NULL);
     }
 }
@@ -130,8 +131,7 @@ fsdp_status os_send_fds(int fd, const void *data, size_t bytes, const int *fds, 
     return FSDP_OK;
 }
 
-fsdp_status os_recv_fds(int fd, void *data, size_t bytes, int *fds, int n_fds, int *got,
-                        int64_t deadline)
+fsdp_status os_recv_fds(int fd, void *data, size_t bytes, int *fds, int n_fds, int *got, int64_t deadline)
 {
     union {
         struct cmsghdr align;
@@ -163,7 +163,8 @@ fsdp_status os_recv_fds(int fd, void *data, size_t bytes, int *fds, int n_fds, i
         if (message.msg_flags & MSG_CTRUNC)
             return err(FSDP_ERR_SYSTEM, "no room for %d more file descriptors: raise `ulimit -n`", n_fds);
         return err(FSDP_ERR_RENDEZVOUS,
-                   "unexpected message while making the group (%zd bytes, %d descriptors; wanted %zu and %d): do all ranks load "
+                   "unexpected message while making the group (%zd bytes, %d descriptors; wanted %zu and %d): do all "
+                   "ranks load "
                    "the same libfsdp?",
                    n, count, bytes, n_fds);
     }

@@ -25,12 +25,12 @@ struct param {
     enum dtype type;
     int32_t ndim, frozen;
     int64_t shape[TENSOR_MAX_DIMS];
-    int64_t count, row; /* elements in all, and in one row of dimension 0 */
-    int64_t *at;        /* N + 1: the ranks' first elements (ceil rows each, trailing ranks shorter) */
-    int64_t rows;       /* of this rank's shard */
-    size_t full_at;     /* byte offset in the unit's full memory */
-    char *shard, *grad; /* within the unit's blocks; NULL when empty (or frozen) */
-    char *accumulated;  /* unsharded gradients that were not synced, or NULL */
+    int64_t count, row;          /* elements in all, and in one row of dimension 0 */
+    int64_t *at;                 /* N + 1: the ranks' first elements (ceil rows each, trailing ranks shorter) */
+    int64_t rows;                /* of this rank's shard */
+    size_t full_at;              /* byte offset in the unit's full memory */
+    char *shard, *grad;          /* within the unit's blocks; NULL when empty (or frozen) */
+    char *accumulated;           /* unsharded gradients that were not synced, or NULL */
     enum dtype accumulated_type; /* f32 for narrower floats */
 };
 
@@ -73,6 +73,7 @@ struct fsdp_unit {
     int32_t accumulates;   /* gradients await a reduction: on all ranks, since sync is set alike */
     fsdp_work *unsharding; /* while UNSHARDING */
     fsdp_work *reducing;   /* asynchronous reduction under way */
+    fsdp_error_info lost;  /* a reduction that failed: the gradients are not to be used. status FSDP_OK: none */
 };
 
 int model_is(const fsdp_model *model);
@@ -90,13 +91,12 @@ void model_memory(fsdp_model *model, fsdp_memory_info *info);
 void model_count_unsharded(fsdp_model *model, int64_t change);
 
 /* params: n structs of this library's size, with their tensors imported. */
-fsdp_status unit_create(fsdp_model *model, const char *name, const fsdp_param *params,
-                        const struct tensor *fulls, int32_t n, fsdp_unit **out);
+fsdp_status unit_create(fsdp_model *model, const char *name, const fsdp_param *params, const struct tensor *fulls,
+                        int32_t n, fsdp_unit **out);
 void unit_retain(fsdp_unit *unit);
 void unit_release(fsdp_unit *unit);
 enum unit_tensor { UNIT_SHARD, UNIT_FULL, UNIT_GRAD };
-fsdp_status unit_tensor(fsdp_unit *unit, int32_t index, enum unit_tensor which,
-                        DLManagedTensorVersioned **out);
+fsdp_status unit_tensor(fsdp_unit *unit, int32_t index, enum unit_tensor which, DLManagedTensorVersioned **out);
 
 /* Have a work keep the unit until it is complete. */
 fsdp_status unit_keep(fsdp_unit *unit, fsdp_work *work);

@@ -18,20 +18,17 @@
 
 #include <string.h>
 
-#define STREAM_STORE_BYTES ((size_t)1 << 20)
-
 static fsdp_status publish(fsdp_group *group, struct op *op, struct deadline deadline)
 {
     fsdp_unit *unit = op->user;
     struct transport *t = group->transport;
-    int stream = unit->full_bytes >= STREAM_STORE_BYTES;
+    int stream = unit->full_bytes >= KERNEL_STREAM_BYTES;
     for (int32_t i = 0; i < unit->n_params; i++) {
         const struct param *p = &unit->params[i];
         size_t size = dtype_size(p->type);
         size_t bytes = (size_t)(p->at[group->rank + 1] - p->at[group->rank]) * size;
         if (bytes)
-            kernel_copy(unit->region.shared + p->full_at + (size_t)p->at[group->rank] * size, p->shard, bytes,
-                        stream);
+            kernel_copy(unit->region.shared + p->full_at + (size_t)p->at[group->rank] * size, p->shard, bytes, stream);
     }
     atomic_fetch_add_explicit(&t->bytes_moved, (uint64_t)unit->shard_data, memory_order_relaxed);
     return t->ops->sync(t, deadline);
@@ -131,8 +128,7 @@ fsdp_status unit_unshard_end(fsdp_unit *unit)
 
 fsdp_unit_state unit_query_state(const fsdp_unit *unit)
 {
-    if (unit->state != FSDP_UNIT_UNSHARDING ||
-        !atomic_load_explicit(&unit->unsharding->done, memory_order_acquire))
+    if (unit->state != FSDP_UNIT_UNSHARDING || !atomic_load_explicit(&unit->unsharding->done, memory_order_acquire))
         return unit->state;
     return unit->unsharding->failure.status == FSDP_OK ? FSDP_UNIT_UNSHARDED : FSDP_UNIT_SHARDED;
 }

@@ -101,6 +101,10 @@ static fsdp_status settle_all(const struct units *units)
         fsdp_status sharded = unit_reshard(unit);
         if (settled == FSDP_OK && sharded != FSDP_OK) err_save(&why);
         if (settled == FSDP_OK) settled = sharded;
+        if (settled == FSDP_OK && unit->lost.status != FSDP_OK) {
+            settled = unit->lost.status;
+            why = unit->lost;
+        }
         if (settled == FSDP_OK || first != FSDP_OK) continue;
         first = settled;
         failure = why;

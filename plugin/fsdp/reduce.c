@@ -34,14 +34,14 @@ void unit_drop_accumulated(fsdp_unit *unit)
 void unit_zero_grad(fsdp_unit *unit)
 {
     if (unit->grads) memset(unit->grads, 0, unit->grad_bytes);
+    unit->lost.status = FSDP_OK;
     unit_drop_accumulated(unit);
 }
 
 /* Checked gradients: shape and dtype of the parameter. */
 static fsdp_status grads_import(fsdp_unit *unit, const DLTensor *const *grads, int32_t n, struct tensor *out)
 {
-    CHECK_ARG(n == unit->n_params,
-              "n is %d, but unit '%s' has %d parameters: give an entry for each, NULL for none", n,
+    CHECK_ARG(n == unit->n_params, "n is %d, but unit '%s' has %d parameters: give an entry for each, NULL for none", n,
               unit->name, unit->n_params);
     for (int32_t i = 0; i < n; i++) {
         const struct param *p = &unit->params[i];
@@ -147,8 +147,7 @@ static fsdp_status reduce(fsdp_unit *unit, const struct tensor *grads, fsdp_work
     TRY(work_create(group, &group->collectives, 1, 0, &work));
     struct op *op = &work->ops[0];
     op->kind = FSDP_OP_REDUCE_GRADS;
-    op->header =
-        (struct call_header){.kind = FSDP_OP_REDUCE_GRADS, .type = -1, .root = -1, .hash = unit->hash};
+    op->header = (struct call_header){.kind = FSDP_OP_REDUCE_GRADS, .type = -1, .root = -1, .hash = unit->hash};
     op->payload = unit->name;
     op->payload_bytes = sizeof unit->name;
 
@@ -176,6 +175,7 @@ static fsdp_status reduce(fsdp_unit *unit, const struct tensor *grads, fsdp_work
     } else {
         unit_drop_accumulated(unit);
     }
+    if (status != FSDP_OK) err_save(&unit->lost);
     return status;
 }
 
@@ -186,6 +186,7 @@ fsdp_status unit_settle(fsdp_unit *unit)
     work_release(unit->reducing);
     unit->reducing = NULL;
     unit_drop_accumulated(unit); /* what was sent */
+    if (status != FSDP_OK) err_save(&unit->lost);
     return status;
 }
 

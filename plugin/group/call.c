@@ -42,7 +42,8 @@ static void call_text(const struct call_header *h, const char *payload, char tex
     if (h->type >= 0 && h->type < DTYPE_COUNT)
         used += (size_t)snprintf(text + used, CALL_TEXT - used, " of %lld %s", (long long)h->count,
                                  dtype_name((enum dtype)h->type));
-    if (h->n_pieces > 1) used += (size_t)snprintf(text + used, CALL_TEXT - used, " in %lld tensors", (long long)h->n_pieces);
+    if (h->n_pieces > 1)
+        used += (size_t)snprintf(text + used, CALL_TEXT - used, " in %lld tensors", (long long)h->n_pieces);
     if (h->root >= 0) snprintf(text + used, CALL_TEXT - used, ", root %d", h->root);
 }
 
@@ -58,11 +59,13 @@ fsdp_status call_compare(fsdp_group *group)
         call_text(&first, t->ops->payload_of(t, 0), a);
         call_text(&other, t->ops->payload_of(t, r), b);
         int unit = first.kind >= FSDP_OP_UNSHARD && first.kind <= FSDP_OP_CREATE_UNIT;
-        const char *why = strcmp(a, b) != 0 ? ""
-                          : unit            ? " (their parameters differ in names, shapes, dtypes or frozen flags)"
-                                            : " (they differ in shapes or rows)";
-        err(FSDP_ERR_MISMATCH, "group '%s', operation %llu: rank 0 called %s, rank %d called %s%s: all ranks must make the same "
-                               "calls in the same order",
+        const char *why =
+            strcmp(a, b) != 0 ? ""
+            : unit ? " (they differ in parameters' names, shapes, dtypes or frozen flags, or in the model's options)"
+                   : " (they differ in shapes or rows)";
+        err(FSDP_ERR_MISMATCH,
+            "group '%s', operation %llu: rank 0 called %s, rank %d called %s%s: all ranks must make the same "
+            "calls in the same order",
             group->name, (unsigned long long)mine->sequence, a, r, b, why);
         err_operation(mine->kind, mine->sequence, 0, r);
         return FSDP_ERR_MISMATCH;

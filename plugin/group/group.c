@@ -14,7 +14,7 @@
 
 #define TIMEOUT_MS 600000
 #define TIMEOUT_MOST_MS 1000000000000 /* 30 years: as nanoseconds it still fits */
-#define STAGING_BYTES (1 << 20)
+#define STAGING_BYTES (512 << 10)
 #define STAGING_MIN (64 << 10)
 #define STAGING_MAX (256 << 20)
 
@@ -48,7 +48,8 @@ void group_unhold(fsdp_group *group)
 fsdp_status group_usable(fsdp_group *group)
 {
     if (ref_forked(&group->ref))
-        return err(FSDP_ERR_FORKED, "group '%s' was made before fork(): a child process can't use it; make a group of its own",
+        return err(FSDP_ERR_FORKED,
+                   "group '%s' was made before fork(): a child process can't use it; make a group of its own",
                    group->name);
     return group->transport->ops->status(group->transport);
 }
@@ -68,13 +69,16 @@ static fsdp_status options_check(const fsdp_group_options *options, int size)
 {
     CHECK_ARG(options->timeout_ms >= 0, "options.timeout_ms is %lld: give milliseconds, or 0 for the default",
               (long long)options->timeout_ms);
-    CHECK_ARG(options->staging_bytes == 0 || (options->staging_bytes >= STAGING_MIN && options->staging_bytes <= STAGING_MAX),
-              "options.staging_bytes is %lld: %d to %d, or 0 for the default", (long long)options->staging_bytes, STAGING_MIN,
-              STAGING_MAX);
+    CHECK_ARG(options->staging_bytes == 0 ||
+                  (options->staging_bytes >= STAGING_MIN && options->staging_bytes <= STAGING_MAX),
+              "options.staging_bytes is %lld: %d to %d, or 0 for the default", (long long)options->staging_bytes,
+              STAGING_MIN, STAGING_MAX);
     CHECK_ARG(options->direct_read >= 0 && options->direct_read <= 2, "options.direct_read is %d: 0, 1 or 2",
               options->direct_read);
-    CHECK_ARG(options->spin_us >= -1, "options.spin_us is %d: microseconds, 0 for the default, -1 for none", options->spin_us);
-    CHECK_ARG(!options->name || strlen(options->name) < GROUP_NAME, "options.name is longer than %d bytes", GROUP_NAME - 1);
+    CHECK_ARG(options->spin_us >= -1, "options.spin_us is %d: microseconds, 0 for the default, -1 for none",
+              options->spin_us);
+    CHECK_ARG(!options->name || strlen(options->name) < GROUP_NAME, "options.name is longer than %d bytes",
+              GROUP_NAME - 1);
     if (size > GROUP_MAX_RANKS)
         return err(FSDP_ERR_UNSUPPORTED, "%d ranks: a group has at most %d", size, GROUP_MAX_RANKS);
     const char *transport = options->transport;
@@ -169,7 +173,8 @@ struct seat {
     int32_t color, key;
 };
 
-fsdp_status group_split(fsdp_group *parent, int32_t color, int32_t key, const fsdp_group_options *given, fsdp_group **out)
+fsdp_status group_split(fsdp_group *parent, int32_t color, int32_t key, const fsdp_group_options *given,
+                        fsdp_group **out)
 {
     CHECK_ARG(color >= -1, "color is %d: 0 or above, or -1 to take part in no group", color);
     fsdp_group_options options = given ? *given : parent->options;
@@ -276,7 +281,8 @@ void group_release(fsdp_group *group)
 {
     if (!ref_put(&group->ref)) return;
     /* A completion callback runs on the thread that advances the lane, which can't wait for its own end. */
-    int own = !ref_forked(&group->ref) && (lane_is_advanced_here(&group->collectives) || lane_is_advanced_here(&group->messages));
+    int own = !ref_forked(&group->ref) &&
+              (lane_is_advanced_here(&group->collectives) || lane_is_advanced_here(&group->messages));
     pthread_t thread;
     if (own && pthread_create(&thread, NULL, leave_elsewhere, group) == 0)
         pthread_detach(thread);

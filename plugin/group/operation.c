@@ -16,7 +16,8 @@
 struct call {
     const fsdp_collective *given;
     struct tensor in, out; /* count -1: not given */
-    char in_name[32], out_name[32];
+    const char *in_name, *out_name;
+    char in_text[32], out_text[32]; /* the names, where a call is one of several */
 };
 
 static int reduces(fsdp_op_kind kind)
@@ -37,17 +38,18 @@ static int is_message(fsdp_op_kind kind)
 /* ---- rows */
 
 /* From rows for each rank to element positions. Equal rows give the even form, so that even and uneven calls match. */
-static fsdp_status cut_rows(fsdp_work *work, const int64_t *rows, int size, const struct tensor *t, const char *rows_name,
-                            const char *tensor_name, struct split *out)
+static fsdp_status cut_rows(fsdp_work *work, const int64_t *rows, int size, const struct tensor *t,
+                            const char *rows_name, const char *tensor_name, struct split *out)
 {
     int64_t row = tensor_row_count(t), total = 0, equal = 1;
     for (int r = 0; r < size; r++) {
         CHECK_ARG(rows[r] >= 0, "%s[%d] is %lld: numbers of rows can't be negative", rows_name, r, (long long)rows[r]);
-        if (__builtin_add_overflow(total, rows[r], &total)) return err(FSDP_ERR_INVALID, "%s: the sum overflows", rows_name);
+        if (__builtin_add_overflow(total, rows[r], &total))
+            return err(FSDP_ERR_INVALID, "%s: the sum overflows", rows_name);
         equal &= rows[r] == rows[0];
     }
-    CHECK_ARG(total == tensor_rows(t), "%s add up to %lld rows, but %s has %lld", rows_name, (long long)total, tensor_name,
-              (long long)tensor_rows(t));
+    CHECK_ARG(total == tensor_rows(t), "%s add up to %lld rows, but %s has %lld", rows_name, (long long)total,
+              tensor_name, (long long)tensor_rows(t));
     *out = (struct split){.count = t->count, .step = rows[0] * row, .only = -1};
     if (equal) return FSDP_OK;
     int64_t *at = work_memory(work, ((size_t)size + 1) * sizeof *at);
@@ -59,7 +61,8 @@ static fsdp_status cut_rows(fsdp_work *work, const int64_t *rows, int size, cons
 
 static fsdp_status cut_even(const struct tensor *t, int size, const char *name, struct split *out)
 {
-    CHECK_ARG(t->count % size == 0, "%s has %lld elements, which %d ranks can't share evenly", name, (long long)t->count, size);
+    CHECK_ARG(t->count % size == 0, "%s has %lld elements, which %d ranks can't share evenly", name,
+              (long long)t->count, size);
     *out = (struct split){.count = t->count, .step = t->count / size, .only = -1};
     return FSDP_OK;
 }
@@ -68,8 +71,8 @@ static fsdp_status cut_even(const struct tensor *t, int size, const char *name, 
 
 static fsdp_status same_type(const struct call *c)
 {
-    CHECK_ARG(c->in.type == c->out.type, "%s is %s and %s is %s: they must be of one dtype", c->in_name, dtype_name(c->in.type),
-              c->out_name, dtype_name(c->out.type));
+    CHECK_ARG(c->in.type == c->out.type, "%s is %s and %s is %s: they must be of one dtype", c->in_name,
+              dtype_name(c->in.type), c->out_name, dtype_name(c->out.type));
     return FSDP_OK;
 }
 
@@ -85,7 +88,8 @@ static fsdp_status counts(const struct call *c, int64_t want_out, const char *ru
 static fsdp_status apart(const struct call *c, const struct tensor *whole, const struct tensor *part, int64_t begin)
 {
     if (!tensor_overlap(&c->in, &c->out)) return FSDP_OK;
-    int in_place = whole->contiguous && part->contiguous && part->data == whole->data + begin * (int64_t)dtype_size(whole->type);
+    int in_place =
+        whole->contiguous && part->contiguous && part->data == whole->data + begin * (int64_t)dtype_size(whole->type);
     CHECK_ARG(in_place || (begin == 0 && tensor_same_place(&c->in, &c->out)),
               "%s and %s overlap: give separate memory, or exactly the in-place form of %s", c->in_name, c->out_name,
               call_kind_name(c->given->kind));
@@ -107,7 +111,8 @@ static fsdp_status piece_all_gather(fsdp_work *work, const struct call *c, struc
                   (long long)split_length(&p->out_split, rank));
     } else {
         int64_t want;
-        if (__builtin_mul_overflow(c->in.count, size, &want)) return err(FSDP_ERR_INVALID, "%s is too large", c->in_name);
+        if (__builtin_mul_overflow(c->in.count, size, &want))
+            return err(FSDP_ERR_INVALID, "%s is too large", c->in_name);
         TRY(counts(c, want, "the ranks' tensors one after the other"));
         TRY(cut_even(&c->out, size, c->out_name, &p->out_split));
     }
@@ -139,7 +144,8 @@ static fsdp_status piece_all_reduce(fsdp_work *work, const struct call *c, struc
     CHECK_ARG(tensor_same_shape(&c->in, &c->out), "%s is %s and %s is %s: they must have one shape", c->in_name,
               tensor_text(&c->in, in), c->out_name, tensor_text(&c->out, out));
     /* Slices of whole cache lines. */
-    int64_t step = (c->in.count + work->group->size - 1) / work->group->size, line = 64 / (int64_t)dtype_size(c->in.type);
+    int64_t step = (c->in.count + work->group->size - 1) / work->group->size,
+            line = 64 / (int64_t)dtype_size(c->in.type);
     step = (step + line - 1) / line * line;
     p->in_split = (struct split){.count = c->in.count, .step = step, .only = -1};
     return apart(c, &c->in, &c->out, 0);
@@ -178,13 +184,14 @@ static fsdp_status piece_scatter(fsdp_work *work, const struct call *c, struct p
 {
     int rank = work->group->rank, size = work->group->size;
     int64_t whole;
-    if (__builtin_mul_overflow(c->out.count, size, &whole)) return err(FSDP_ERR_INVALID, "%s is too large", c->out_name);
+    if (__builtin_mul_overflow(c->out.count, size, &whole))
+        return err(FSDP_ERR_INVALID, "%s is too large", c->out_name);
     p->in_split = (struct split){.count = whole, .step = c->out.count, .only = -1};
     p->out_split = (struct split){.count = c->out.count, .only = c->given->peer};
     if (c->in.count < 0) return FSDP_OK;
     TRY(same_type(c));
-    CHECK_ARG(c->in.count == whole, "%s has %lld elements: with %d ranks and %lld elements in %s it must have %lld", c->in_name,
-              (long long)c->in.count, size, (long long)c->out.count, c->out_name, (long long)whole);
+    CHECK_ARG(c->in.count == whole, "%s has %lld elements: with %d ranks and %lld elements in %s it must have %lld",
+              c->in_name, (long long)c->in.count, size, (long long)c->out.count, c->out_name, (long long)whole);
     return apart(c, &c->in, &c->out, split_begin(&p->in_split, rank));
 }
 
@@ -194,7 +201,8 @@ static fsdp_status piece_all_to_all(fsdp_work *work, const struct call *c, struc
     const int64_t *input_rows = c->given->input_rows, *output_rows = c->given->output_rows;
     TRY(same_type(c));
     CHECK_ARG((input_rows == NULL) == (output_rows == NULL), "input_rows and output_rows: give both, or neither");
-    CHECK_ARG(!tensor_overlap(&c->in, &c->out), "%s and %s overlap: all_to_all needs separate memory", c->in_name, c->out_name);
+    CHECK_ARG(!tensor_overlap(&c->in, &c->out), "%s and %s overlap: all_to_all needs separate memory", c->in_name,
+              c->out_name);
     if (!input_rows) {
         TRY(counts(c, c->in.count, "as many as it gives"));
         TRY(cut_even(&c->in, size, c->in_name, &p->in_split));
@@ -242,11 +250,13 @@ static fsdp_status call_check(fsdp_group *group, const fsdp_collective *given, i
     c->in.count = c->out.count = -1;
     const char *in = given->kind == FSDP_OP_BROADCAST || given->kind == FSDP_OP_SEND ? "tensor" : "input";
     const char *out = given->kind == FSDP_OP_RECV ? "tensor" : "output";
-    snprintf(c->in_name, sizeof c->in_name, "%s", in);
-    snprintf(c->out_name, sizeof c->out_name, "%s", out);
+    c->in_name = in;
+    c->out_name = out;
     if (n > 1) {
-        snprintf(c->in_name, sizeof c->in_name, "operations[%d].input", index);
-        snprintf(c->out_name, sizeof c->out_name, "operations[%d].output", index);
+        snprintf(c->in_text, sizeof c->in_text, "operations[%d].input", index);
+        snprintf(c->out_text, sizeof c->out_text, "operations[%d].output", index);
+        c->in_name = c->in_text;
+        c->out_name = c->out_text;
     }
 
     if (is_message(given->kind)) {
@@ -261,8 +271,8 @@ static fsdp_status call_check(fsdp_group *group, const fsdp_collective *given, i
     CHECK_ARG(given->kind > 0 && given->kind < (int)(sizeof kinds / sizeof *kinds) && kinds[given->kind].piece,
               "operations[%d].kind is %d: not a collective or point-to-point operation", index, given->kind);
     if (has_root(given->kind))
-        CHECK_ARG(given->peer >= 0 && given->peer < group->size, "root is %d: ranks of group '%s' are 0 to %d", given->peer,
-                  group->name, group->size - 1);
+        CHECK_ARG(given->peer >= 0 && given->peer < group->size, "root is %d: ranks of group '%s' are 0 to %d",
+                  given->peer, group->name, group->size - 1);
     int root = !has_root(given->kind) || given->peer == group->rank;
     if (root || !kinds[given->kind].in_at_root_only) {
         if (given->kind == FSDP_OP_BROADCAST && !root)
@@ -273,8 +283,8 @@ static fsdp_status call_check(fsdp_group *group, const fsdp_collective *given, i
     if (!kinds[given->kind].out_is_in && (root || !kinds[given->kind].out_at_root_only))
         TRY(tensor_import_output(given->output, c->out_name, &c->out));
     if (reduces(given->kind)) {
-        CHECK_ARG(given->op >= FSDP_SUM && given->op <= FSDP_BXOR, "op is %d: FSDP_SUM (0) to FSDP_BXOR (%d) exist", given->op,
-                  FSDP_BXOR);
+        CHECK_ARG(given->op >= FSDP_SUM && given->op <= FSDP_BXOR, "op is %d: FSDP_SUM (0) to FSDP_BXOR (%d) exist",
+                  given->op, FSDP_BXOR);
         if (!kernel_reduce_supported(c->in.type, given->op))
             return err(FSDP_ERR_UNSUPPORTED, "op %d is not defined for %s: %s", given->op, dtype_name(c->in.type),
                        given->op == FSDP_AVG ? "use SUM and divide, or a float dtype" : "see fsdp_reduce_op in fsdp.h");
@@ -392,7 +402,8 @@ static fsdp_status check_overlaps(const struct call *calls, int32_t n)
             const struct extent *a = &extents[i], *b = &extents[j];
             if (b->low >= a->high) break;
             if (a->call == b->call || (!a->output && !b->output) || !tensor_overlap(a->tensor, b->tensor)) continue;
-            status = err(FSDP_ERR_INVALID, "%s and %s overlap: tensors of one coalesced call must be apart", a->name, b->name);
+            status = err(FSDP_ERR_INVALID, "%s and %s overlap: tensors of one coalesced call must be apart", a->name,
+                         b->name);
             break;
         }
     mem_free(extents);
@@ -492,7 +503,8 @@ static fsdp_status exchange_body(fsdp_group *group, struct op *op, struct deadli
 {
     struct exchange *e = op->user;
     struct transport *t = group->transport;
-    for (int r = 0; r < group->size; r++) memcpy((char *)e->out + (size_t)r * e->bytes, t->ops->payload_of(t, r), e->bytes);
+    for (int r = 0; r < group->size; r++)
+        memcpy((char *)e->out + (size_t)r * e->bytes, t->ops->payload_of(t, r), e->bytes);
     return FSDP_OK;
 }
 
@@ -527,9 +539,11 @@ static fsdp_status check_counts(fsdp_group *group, const struct op *op)
             memcpy(&expects, (const int64_t *)t->ops->payload_of(t, b) + size + a, sizeof expects);
             if (gives == expects) continue;
             err(FSDP_ERR_MISMATCH,
-                "group '%s', operation %llu: uneven all_to_all: rank %d gives rank %d %lld elements, but rank %d expects %lld of "
+                "group '%s', operation %llu: uneven all_to_all: rank %d gives rank %d %lld elements, but rank %d "
+                "expects %lld of "
                 "it: input_rows[%d] on rank %d and output_rows[%d] on rank %d must be equal",
-                group->name, (unsigned long long)op->header.sequence, a, b, (long long)gives, b, (long long)expects, b, a, a, b);
+                group->name, (unsigned long long)op->header.sequence, a, b, (long long)gives, b, (long long)expects, b,
+                a, a, b);
             err_operation(op->kind, op->header.sequence, a, b);
             return FSDP_ERR_MISMATCH;
         }
@@ -545,8 +559,8 @@ fsdp_status op_run(fsdp_group *group, struct op *op)
 
     for (struct packed *packed = op->packed; packed; packed = packed->next)
         if (!packed->output) tensor_pack(packed->copy, &packed->tensor);
-    fsdp_status status =
-        t->ops->exchange(t, &op->header, op->payload, op->payload_bytes, op->transfer.shape ? &op->transfer : NULL, deadline);
+    fsdp_status status = t->ops->exchange(t, &op->header, op->payload, op->payload_bytes,
+                                          op->transfer.shape ? &op->transfer : NULL, deadline);
     if (status == FSDP_OK) {
         status = call_compare(group);
         if (status == FSDP_OK && op->check_counts) status = check_counts(group, op);

@@ -10,6 +10,9 @@
 
 #include "tensor/dtype.h"
 
+/* Outputs of this size and more gain from being written past the cache. */
+#define KERNEL_STREAM_BYTES ((size_t)4 << 20)
+
 /* memcpy with a choice of store: cached (stream = 0) or non-temporal (stream = 1). No overlap. */
 void kernel_copy(void *dst, const void *src, size_t bytes, int stream);
 
@@ -25,12 +28,12 @@ void kernel_cast(enum dtype dst_type, void *dst, enum dtype src_type, const void
 
 struct kernel_reduce {
     fsdp_reduce_op op;
-    enum dtype src_type;     /* of all sources */
-    enum dtype dst_type;     /* equal to src_type, or a float type when src_type is a float type */
-    int n_src;               /* >= 1 */
-    double scale;            /* multiplies the accumulator before rounding (floats and complex; 1: none) */
-    double divisor;          /* divides the accumulator (AVG: number of ranks; 1: none). Division, not reciprocal */
-    int accumulate;          /* 1: dst[i] = round(dst[i] + scaled result), dst taken into the accumulator. SUM, AVG */
+    enum dtype src_type; /* of all sources */
+    enum dtype dst_type; /* equal to src_type, or a float type when src_type is a float type */
+    int n_src;           /* >= 1 */
+    double scale;        /* multiplies the accumulator before rounding (floats and complex; 1: none) */
+    double divisor;      /* divides the accumulator (AVG: number of ranks; 1: none). Division, not reciprocal */
+    int accumulate;      /* 1: dst[i] = round(dst[i] + scaled result), dst taken into the accumulator. SUM, AVG */
     int stream;
 };
 

@@ -3,7 +3,7 @@
  *   join.c     making a group                               stage.c    moving through staging, and inline
  *   shm.c      the object, exchange, failure, leaving       direct.c   moving by reading peers' memory
  *   wait.c     the one way to wait                          message.c  point to point
- *   region.c   shared memory for full parameters
+ *   region.c   shared memory for full parameters           pace.c     through the cache or past it
  *
  * The segment is one memfd that all ranks map: header, an area for each rank, a channel for each ordered pair, staging
  * for each rank; regions for full parameters follow at the end. Every word in it has a single writer. Progress words
@@ -28,7 +28,8 @@
 struct word {
     _Atomic uint32_t value;
     _Atomic uint32_t sleepers;
-    char pad[56];
+    _Atomic uint32_t processor; /* where its owner ran when it last published, from 1; a hint */
+    char pad[52];
 };
 
 struct slot { /* what a rank publishes in an exchange; two, used in turn */
@@ -84,6 +85,20 @@ struct segment {
 
 /* ---- the object */
 
+/* What pace.c has learnt of one kind of operation: nanoseconds of a window of rounds. */
+struct pace {
+    int64_t ns[2]; /* staging written through the cache, and past it; 0: not tried */
+    uint32_t operations;
+};
+
+/* One operation's use of it. */
+struct pacer {
+    struct pace *pace;
+    int32_t trying;
+    int32_t past; /* write past the cache now */
+    int64_t since;
+};
+
 struct place { /* of a region */
     uint64_t offset, bytes;
 };
@@ -112,22 +127,23 @@ struct shm {
     char name[64];
 
     /* the collective lane's: counts of the words above that every rank agrees on */
-    uint32_t sequence;            /* exchanges made */
+    uint32_t sequence; /* exchanges made */
     uint32_t chunks, reductions, dones;
     const struct slot *seen[SHM_MAX_RANKS]; /* slots of the exchange just made */
-    int route;                    /* enum route, of the transfer under way */
-    uint64_t *table;              /* pieces' addresses, for peers to read */
+    int route;                              /* enum route, of the transfer under way */
+    struct pace paces[3];                   /* SPREAD, REDUCE, all-reduce */
+    uint64_t *table;                        /* pieces' addresses, for peers to read */
     size_t table_size;
-    char *scratch;                /* direct reductions */
+    char *scratch; /* direct reductions */
     size_t scratch_size;
 
     /* the message lane's */
-    uint32_t orders[SHM_MAX_RANKS];    /* sends to each rank so far */
-    int32_t receiving[SHM_MAX_RANKS];  /* 1 while an entry of that source is TAKEN through its lane */
-    uint32_t matched[SHM_MAX_RANKS];   /* a bit for each entry of that source that a message here waits to take */
-    uint32_t round;                    /* of steps: what was posted when a source was first looked at in one, */
-    uint32_t looked[SHM_MAX_RANKS];    /* the last round in which it was, */
-    uint32_t posted[SHM_MAX_RANKS];    /* is all that receives of this round may take; a bit for each entry */
+    uint32_t orders[SHM_MAX_RANKS];   /* sends to each rank so far */
+    int32_t receiving[SHM_MAX_RANKS]; /* 1 while an entry of that source is TAKEN through its lane */
+    uint32_t matched[SHM_MAX_RANKS];  /* a bit for each entry of that source that a message here waits to take */
+    uint32_t round;                   /* of steps: what was posted when a source was first looked at in one, */
+    uint32_t looked[SHM_MAX_RANKS];   /* the last round in which it was, */
+    uint32_t posted[SHM_MAX_RANKS];   /* is all that receives of this round may take; a bit for each entry */
 };
 
 enum route { ROUTE_NONE, ROUTE_INLINE, ROUTE_STAGE, ROUTE_DIRECT };
@@ -181,6 +197,12 @@ char *shm_reduced_out(const struct transfer *transfer, const struct span *span);
 void shm_copy_own(const struct shm *t, const struct transfer *transfer);
 int shm_receives(const struct shm *t, const struct transfer *transfer);
 
+/* ---- pace.c */
+
+/* `large`: outputs of this operation are written past the cache anyway. */
+void shm_pace_begin(struct pacer *pacer, struct pace *pace, uint32_t rounds, int large);
+void shm_pace_round(struct pacer *pacer, uint32_t round);
+
 /* ---- message.c, region.c: the vtable's functions */
 
 fsdp_status shm_message_step(struct transport *base, struct message *m, int *done, int *moved);
@@ -191,7 +213,6 @@ fsdp_status shm_message_check(struct transport *base, const struct message *m, s
 fsdp_status shm_region_reserve(struct transport *base, size_t bytes, struct region *out);
 fsdp_status shm_region_map(struct transport *base, struct region *region);
 void shm_region_release(struct transport *base, struct region *region);
-
 
 #define WORD(t, rank, member) (&(t)->areas[rank].member)
 

@@ -20,8 +20,11 @@
 
 #include <string.h>
 
-/* Outputs above this are written past the cache. */
-#define STREAM_STORE_BYTES ((size_t)1 << 20)
+/* SPREADs in which a rank offers so many bytes are read directly, where the kernel allows it. */
+#define DIRECT_FROM ((size_t)32 << 10)
+#define DIRECT_TO ((size_t)1 << 20)
+
+#define BLOCK ((size_t)8 << 10) /* of what is read once and written twice past the cache */
 
 /* ---- geometry */
 
@@ -106,13 +109,16 @@ enum route shm_route(struct shm *t, const struct transfer *transfer)
     for (int32_t i = 0; i < transfer->n_pieces; i++) uneven |= transfer->pieces[i].in_split.at != NULL;
     if (transfer->shape == TRANSFER_EXCHANGE && uneven) return ROUTE_STAGE;
     if (offered <= SHM_INLINE) return ROUTE_INLINE;
-    return t->use_direct ? ROUTE_DIRECT : ROUTE_STAGE;
+    /* Measured: one copy wins where the bytes are too few to hide the meetings of several chunks, and no reduction waits
+     * for them. */
+    int middle = transfer->shape == TRANSFER_SPREAD && offered >= DIRECT_FROM && offered <= DIRECT_TO;
+    return t->use_direct || (t->base.direct_read && middle) ? ROUTE_DIRECT : ROUTE_STAGE;
 }
 
 /* ---- what happens to the spans, shared by both ways */
 
 void shm_reduce_span(const struct shm *t, const struct transfer *transfer, const struct span *span, char *out,
-                        const void *const *sources, int stream)
+                     const void *const *sources, int stream)
 {
     const struct piece *p = &transfer->pieces[span->piece];
     struct kernel_reduce how = {.op = transfer->op,
@@ -143,7 +149,7 @@ void shm_copy_own(const struct shm *t, const struct transfer *transfer)
         if (in && transfer->shape == TRANSFER_EXCHANGE) in += (size_t)split_begin(&p->in_split, me) * size;
         if (!p->out || !bytes || !in) continue;
         char *out = p->out + (size_t)split_begin(&p->out_split, me) * size;
-        if (out != in) kernel_copy(out, in, bytes, bytes >= STREAM_STORE_BYTES);
+        if (out != in) kernel_copy(out, in, bytes, bytes >= KERNEL_STREAM_BYTES);
     }
 }
 
@@ -236,10 +242,17 @@ static void inline_reduce(struct shm *t, const struct transfer *transfer)
 void shm_inline_move(struct shm *t, const struct transfer *transfer)
 {
     switch (transfer->shape) {
-    case TRANSFER_SPREAD: inline_spread(t, transfer); break;
-    case TRANSFER_EXCHANGE: inline_exchange(t, transfer); break;
-    case TRANSFER_REDUCE: inline_reduce(t, transfer); break;
-    case TRANSFER_NONE: break;
+    case TRANSFER_SPREAD:
+        inline_spread(t, transfer);
+        break;
+    case TRANSFER_EXCHANGE:
+        inline_exchange(t, transfer);
+        break;
+    case TRANSFER_REDUCE:
+        inline_reduce(t, transfer);
+        break;
+    case TRANSFER_NONE:
+        break;
     }
 }
 
@@ -253,6 +266,7 @@ struct stage {
     size_t lane;
     uint32_t base; /* number of the operation's first chunk */
     int stream_store;
+    struct pacer pacer;
     struct stream out[SHM_MAX_RANKS]; /* to stage for each reader (SPREAD: [me] only) */
     struct stream in[SHM_MAX_RANKS];  /* to take from each source (REDUCE: results, in all-reduce) */
     struct stream own;                /* REDUCE: this rank's slice */
@@ -265,7 +279,8 @@ static void stage_begin(struct stage *s, struct shm *t, const struct transfer *t
     s->deadline = deadline;
     s->lane = lane_bytes(t, transfer);
     s->base = t->chunks;
-    s->stream_store = output_bytes(transfer) >= STREAM_STORE_BYTES;
+    s->pacer = (struct pacer){0};
+    s->stream_store = output_bytes(transfer) >= KERNEL_STREAM_BYTES;
     enum stream_side side = side_of(transfer);
     for (int r = 0; r < t->base.size; r++) {
         stream_begin(&s->out[r], transfer, side, r);
@@ -281,6 +296,22 @@ static fsdp_status stage_credit(struct stage *s, uint32_t chunk)
     for (int r = 0; r < t->base.size; r++)
         if (r != t->base.rank) TRY(shm_wait(t, WORD(t, r, consumed), chunk + 1 - SHM_DEPTH, r, s->deadline));
     return FSDP_OK;
+}
+
+static void copy_twice(const struct stage *s, char *own, char *lane, const char *from, size_t bytes)
+{
+    if (!s->stream_store) {
+        kernel_copy(lane, from, bytes, 0);
+        kernel_copy(own, lane, bytes, 0);
+    } else if (!s->pacer.past) {
+        kernel_copy2(own, lane, from, bytes);
+    } else {
+        for (size_t at = 0; at < bytes; at += BLOCK) {
+            size_t now = bytes - at < BLOCK ? bytes - at : BLOCK;
+            kernel_copy(lane + at, from + at, now, 1);
+            kernel_copy(own + at, from + at, now, 1);
+        }
+    }
 }
 
 /* Fill a lane with the next chunk of a stream. A SPREAD's own part of the output is written along the way, from the one
@@ -302,12 +333,10 @@ static void stage_lane(struct stage *s, int reader, uint32_t chunk, int write_ow
         moved += span.bytes;
         if (!from)
             memset(lane + span.at, 0, span.bytes);
-        else if (own && s->stream_store)
-            kernel_copy2(own, lane + span.at, from, span.bytes);
-        else {
-            kernel_copy(lane + span.at, from, span.bytes, 0);
-            if (own) kernel_copy(own, lane + span.at, span.bytes, 0);
-        }
+        else if (!own)
+            kernel_copy(lane + span.at, from, span.bytes, s->pacer.past);
+        else
+            copy_twice(s, own, lane + span.at, from, span.bytes);
     }
     atomic_fetch_add_explicit(&t->base.bytes_moved, moved, memory_order_relaxed);
 }
@@ -348,6 +377,28 @@ static fsdp_status stage_take(struct stage *s, uint32_t chunk)
     return FSDP_OK;
 }
 
+/* A span's result both to this rank's output and to where the peers read it. */
+static void reduce_twice(const struct stage *s, const struct span *span, char *out, char *result,
+                         const void *const *sources)
+{
+    const struct shm *t = s->t;
+    if (!s->pacer.past) {
+        shm_reduce_span(t, s->transfer, span, result, sources, 0);
+        kernel_copy(out, result, span->bytes, s->stream_store);
+        return;
+    }
+    _Alignas(64) char hot[BLOCK];
+    const void *some[SHM_MAX_RANKS];
+    for (size_t at = 0; at < span->bytes; at += BLOCK) {
+        struct span part = *span;
+        part.bytes = span->bytes - at < BLOCK ? span->bytes - at : BLOCK;
+        for (int r = 0; r < t->base.size; r++) some[r] = sources[r] ? (const char *)sources[r] + at : NULL;
+        shm_reduce_span(t, s->transfer, &part, hot, some, 0);
+        kernel_copy(result + at, hot, part.bytes, 1);
+        kernel_copy(out + at, hot, part.bytes, 1);
+    }
+}
+
 static fsdp_status stage_reduce(struct stage *s, uint32_t chunk)
 {
     struct shm *t = s->t;
@@ -366,14 +417,12 @@ static fsdp_status stage_reduce(struct stage *s, uint32_t chunk)
     while (stream_next(&s->own, s->lane, &used, &span)) {
         const struct piece *p = &transfer->pieces[span.piece];
         moved += span.bytes * (size_t)(result ? size : size - 1); /* the peers' parts read, a result written */
-        for (int r = 0; r < size; r++)
-            sources[r] = r == me ? (p->in ? p->in + span.begin : NULL) : lanes[r] + span.at;
+        for (int r = 0; r < size; r++) sources[r] = r == me ? (p->in ? p->in + span.begin : NULL) : lanes[r] + span.at;
         char *out = shm_reduced_out(transfer, &span);
         if (!result) {
             shm_reduce_span(t, transfer, &span, out, sources, s->stream_store);
         } else {
-            shm_reduce_span(t, transfer, &span, result + span.at, sources, 0);
-            kernel_copy(out, result + span.at, span.bytes, s->stream_store);
+            reduce_twice(s, &span, out, result + span.at, sources);
         }
     }
     atomic_fetch_add_explicit(&t->base.bytes_moved, moved, memory_order_relaxed);
@@ -430,12 +479,15 @@ fsdp_status shm_stage_move(struct shm *t, const struct transfer *transfer, struc
     int me = t->base.rank;
     stage_begin(&s, t, transfer, deadline);
     uint32_t rounds = rounds_of(t, transfer), reduced = t->reductions;
+    int kind = transfer->shape == TRANSFER_REDUCE ? 1 + transfer->spread : 0;
+    shm_pace_begin(&s.pacer, &t->paces[kind], rounds, s.stream_store);
 
     stage_pass_first(&s);
     if (transfer->shape == TRANSFER_EXCHANGE || !stage_is_read(&s)) shm_copy_own(t, transfer);
 
     for (uint32_t i = 0; i < rounds; i++) {
         uint32_t chunk = s.base + i;
+        shm_pace_round(&s.pacer, i);
         shm_publish(WORD(t, me, staged), chunk + 1);
         if (i + 1 < rounds) TRY(stage_fill(&s, chunk + 1, 1));
         if (transfer->shape == TRANSFER_REDUCE)

@@ -1,7 +1,7 @@
 /* The one way to wait in the shared-memory transport.
  *
- * A waiter spins for a while (not at all when there are more ranks than processors: then the peer may need this very
- * core), then sleeps on the word's futex in slices. After each slice it looks at what else could end the wait: a
+ * A waiter spins for a while; not when there are more ranks than processors, nor when the one it waits for was last seen on
+ * this very processor: then it yields a few times instead, for the peer needs the processor. Then it sleeps on the word's futex in slices. After each slice it looks at what else could end the wait: a
  * failure recorded here (abort from another thread), a fault that a peer published, a peer's process that has ended, the
  * deadline. So no watchdog thread is needed: whoever waits, watches.
  *
@@ -29,6 +29,7 @@ void shm_wake(struct word *word)
 
 void shm_publish(struct word *word, uint32_t value)
 {
+    atomic_store_explicit(&word->processor, os_processor() + 1, memory_order_relaxed);
     atomic_store_explicit(&word->value, value, memory_order_seq_cst);
     shm_wake(word);
 }
@@ -77,8 +78,8 @@ fsdp_status shm_status(struct transport *base)
 static fsdp_status lost(struct shm *t, int rank, const char *how, struct deadline deadline)
 {
     TRY(shm_status(&t->base)); /* what it said before it went counts for more */
-    err(FSDP_ERR_PEER_LOST, "group '%s': rank %d (process %d) %s while rank %d was in %s (operation %llu)", t->name, rank,
-        (int)t->pids[rank], how, t->base.rank, deadline.doing, (unsigned long long)deadline.sequence);
+    err(FSDP_ERR_PEER_LOST, "group '%s': rank %d (process %d) %s while rank %d was in %s (operation %llu)", t->name,
+        rank, (int)t->pids[rank], how, t->base.rank, deadline.doing, (unsigned long long)deadline.sequence);
     err_operation(deadline.kind, deadline.sequence, rank, -1);
     return shm_fail_now(t, FSDP_ERR_PEER_LOST);
 }
@@ -130,12 +131,15 @@ static fsdp_status timed_out(struct shm *t, struct word *word, uint32_t target, 
         err(FSDP_ERR_TIMEOUT,
             "group '%s': timed out after %lld ms in %s (operation %llu) on rank %d: not called by rank %s; it is busy "
             "elsewhere, stopped, or made fewer calls",
-            t->name, (long long)deadline.timeout_ms, deadline.doing, (unsigned long long)deadline.sequence, t->base.rank, missing);
+            t->name, (long long)deadline.timeout_ms, deadline.doing, (unsigned long long)deadline.sequence,
+            t->base.rank, missing);
     } else {
         err(FSDP_ERR_TIMEOUT,
-            "group '%s': timed out after %lld ms in %s (operation %llu) on rank %d: rank %d began it but did not go on; is "
+            "group '%s': timed out after %lld ms in %s (operation %llu) on rank %d: rank %d began it but did not go "
+            "on; is "
             "it stopped?",
-            t->name, (long long)deadline.timeout_ms, deadline.doing, (unsigned long long)deadline.sequence, t->base.rank, rank);
+            t->name, (long long)deadline.timeout_ms, deadline.doing, (unsigned long long)deadline.sequence,
+            t->base.rank, rank);
     }
     err_operation(deadline.kind, deadline.sequence, rank, -1);
     return shm_fail_now(t, FSDP_ERR_TIMEOUT);
@@ -148,6 +152,7 @@ fsdp_status shm_wait(struct shm *t, struct word *word, uint32_t target, int rank
     if (t->spin_ns > 0) {
         int64_t now = os_now_ns(), until = now + t->spin_ns, look = now + SPIN_CHECK_NS;
         do {
+            if (atomic_load_explicit(&word->processor, memory_order_relaxed) == os_processor() + 1) break;
             for (int i = 0; i < 64; i++) {
                 if (shm_reached(word, target)) return FSDP_OK;
                 os_relax();
@@ -158,11 +163,10 @@ fsdp_status shm_wait(struct shm *t, struct word *word, uint32_t target, int rank
             if (now >= deadline.at_ns) return timed_out(t, word, target, rank, deadline);
             look = now + SPIN_CHECK_NS;
         } while (now < until);
-    } else {
-        for (int i = 0; i < YIELDS; i++) {
-            sched_yield();
-            if (shm_reached(word, target)) return FSDP_OK;
-        }
+    }
+    for (int i = 0; i < YIELDS; i++) {
+        sched_yield();
+        if (shm_reached(word, target)) return FSDP_OK;
     }
 
     for (int64_t slice = SLICE_FIRST_NS;; slice = slice * 2 > SLICE_MAX_NS ? SLICE_MAX_NS : slice * 2) {
