@@ -19,13 +19,11 @@ static size_t claimed_size(const void *object)
 static fsdp_status check_size(const char *type, size_t size, size_t first_size)
 {
     if (size < first_size)
-        return err(FSDP_ERR_STRUCT_SIZE,
-                   "%s.struct_size is %zu, the smallest valid size is %zu: set it to sizeof(%s)", type, size,
-                   first_size, type);
+        return err(FSDP_ERR_STRUCT_SIZE, "%s.struct_size is %zu, the smallest valid size is %zu: set it to sizeof(%s)",
+                   type, size, first_size, type);
     if (size > ABI_SIZE_LIMIT)
-        return err(FSDP_ERR_STRUCT_SIZE,
-                   "%s.struct_size is %zu, no struct is larger than %zu: set it to sizeof(%s)", type, size,
-                   ABI_SIZE_LIMIT, type);
+        return err(FSDP_ERR_STRUCT_SIZE, "%s.struct_size is %zu, no struct is larger than %zu: set it to sizeof(%s)",
+                   type, size, ABI_SIZE_LIMIT, type);
     return FSDP_OK;
 }
 
@@ -39,33 +37,31 @@ fsdp_status abi_read(const char *type, const void *from, size_t first_size, size
     const unsigned char *bytes = from;
     for (size_t i = known_size; i < size; i++)
         if (bytes[i] != 0)
-            return err(
-                FSDP_ERR_STRUCT_SIZE,
-                "%s.struct_size is %zu and byte %zu is set, this library (%d.%d.%d) knows %zu bytes: leave "
-                "newer fields zero, or use a newer library",
-                type, size, i, FSDP_VERSION_MAJOR, FSDP_VERSION_MINOR, FSDP_VERSION_PATCH, known_size);
+            return err(FSDP_ERR_STRUCT_SIZE,
+                       "%s.struct_size is %zu and byte %zu is set, this library (%d.%d.%d) knows %zu bytes: leave "
+                       "newer fields zero, or use a newer library",
+                       type, size, i, FSDP_VERSION_MAJOR, FSDP_VERSION_MINOR, FSDP_VERSION_PATCH, known_size);
 
     memcpy(to, from, size < known_size ? size : known_size);
     memcpy(to, &known_size, sizeof(known_size));
     return FSDP_OK;
 }
 
-fsdp_status abi_read_element(const char *type, const void *array, int32_t index, size_t first_size,
-                             size_t known_size, void *to)
+fsdp_status abi_read_element(const char *type, const void *array, int32_t index, size_t first_size, size_t known_size,
+                             void *to)
 {
     memset(to, 0, known_size);
     size_t stride = claimed_size(array);
     TRY(check_size(type, stride, first_size));
     if (stride % sizeof(void *) != 0)
-        return err(FSDP_ERR_STRUCT_SIZE,
-                   "%s.struct_size is %zu, which is no multiple of %zu: set it to sizeof(%s)", type, stride,
-                   sizeof(void *), type);
+        return err(FSDP_ERR_STRUCT_SIZE, "%s.struct_size is %zu, which is no multiple of %zu: set it to sizeof(%s)",
+                   type, stride, sizeof(void *), type);
 
     const void *element = (const char *)array + stride * (size_t)index;
     if (claimed_size(element) != stride)
         return err(FSDP_ERR_STRUCT_SIZE,
-                   "%s[%d].struct_size is %zu, but element 0 has %zu: all elements of an array have one size",
-                   type, (int)index, claimed_size(element), stride);
+                   "%s[%d].struct_size is %zu, but element 0 has %zu: all elements of an array have one size", type,
+                   (int)index, claimed_size(element), stride);
     fsdp_status status = abi_read(type, element, first_size, known_size, to);
     return status == FSDP_OK ? FSDP_OK : err_prefix(status, "element %d: ", (int)index);
 }

@@ -29,7 +29,7 @@
 
 #define ABI_END(type, field) (offsetof(type, field) + sizeof(((type *)NULL)->field))
 #define ABI_END_EXPANDED(type, field) ABI_END(type, field) /* field may be a macro */
-#define ABI_FIRST(type)                                                                                      \
+#define ABI_FIRST(type)                                                                                                \
     ((ABI_END_EXPANDED(type, ABI_LAST_##type) + sizeof(void *) - 1) / sizeof(void *) * sizeof(void *))
 
 /* Copy the caller's struct `from` to `to`, which has this library's size `known_size`; what `from` lacks
@@ -41,8 +41,8 @@ fsdp_status abi_read(const char *type, const void *from, size_t first_size, size
 /* Copy element `index` of a caller's array. struct_size is also the distance from one element to the next, so
  * all elements must have the first one's, and it must keep them aligned; STRUCT_SIZE names the index
  * otherwise. */
-fsdp_status abi_read_element(const char *type, const void *array, int32_t index, size_t first_size,
-                             size_t known_size, void *to);
+fsdp_status abi_read_element(const char *type, const void *array, int32_t index, size_t first_size, size_t known_size,
+                             void *to);
 
 /* Is `to` fit to be written? For functions whose work should not be done in vain. INVALID for NULL, else
  * STRUCT_SIZE as above; what the caller's struct contains is never looked at. */
@@ -61,7 +61,7 @@ fsdp_status abi_init(const char *type, void *options, size_t struct_size, size_t
 #define ABI_SIZE_LIMIT ((size_t)4096)
 
 #define ABI_READ(type, from, to) abi_read(#type, from, ABI_FIRST(type), sizeof(type), to)
-#define ABI_READ_ELEMENT(type, array, index, to)                                                             \
+#define ABI_READ_ELEMENT(type, array, index, to)                                                                       \
     abi_read_element(#type, array, index, ABI_FIRST(type), sizeof(type), to)
 #define ABI_WRITE_CHECK(type, to) abi_write_check(#type, to, ABI_FIRST(type))
 #define ABI_WRITE(type, to, from) abi_write(#type, to, ABI_FIRST(type), from, sizeof(type))

@@ -72,9 +72,9 @@ NUMBER(FSDP_UNIT_UNSHARDED, 2)
 
 /* struct_size comes first everywhere; a struct never shrinks below its first release, nor outgrows the sanity
  * limit. */
-#define STRUCT(type)                                                                                         \
-    _Static_assert(offsetof(type, struct_size) == 0, #type " must start with struct_size");                  \
-    _Static_assert(sizeof(type) >= ABI_FIRST(type), #type " is smaller than its first release");             \
+#define STRUCT(type)                                                                                                   \
+    _Static_assert(offsetof(type, struct_size) == 0, #type " must start with struct_size");                            \
+    _Static_assert(sizeof(type) >= ABI_FIRST(type), #type " is smaller than its first release");                       \
     _Static_assert(sizeof(type) <= ABI_SIZE_LIMIT, #type " is larger than ABI_SIZE_LIMIT");
 STRUCT(fsdp_error_info)
 STRUCT(fsdp_store_options)
@@ -88,8 +88,8 @@ STRUCT(fsdp_memory_info)
 
 #if defined(__LP64__)
 
-#define FIELD(type, field, offset, size)                                                                     \
-    _Static_assert(offsetof(type, field) == (offset), #type "." #field " moved");                            \
+#define FIELD(type, field, offset, size)                                                                               \
+    _Static_assert(offsetof(type, field) == (offset), #type "." #field " moved");                                      \
     _Static_assert(sizeof(((type *)0)->field) == (size), #type "." #field " changed its size");
 #define SIZE(type, size) _Static_assert(sizeof(type) == (size), #type " changed its size");
 

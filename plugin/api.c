@@ -21,8 +21,9 @@
     do {                                                                                                               \
         CHECK_HANDLE(is, handle, name);                                                                                \
         if (ref_forked(&(handle)->ref))                                                                                \
-            return err(FSDP_ERR_FORKED, "this " name " was made before fork(): a child process can only release it; make " \
-                                        "what it needs in the child");                                                 \
+            return err(FSDP_ERR_FORKED,                                                                                \
+                       "this " name " was made before fork(): a child process can only release it; make "              \
+                       "what it needs in the child");                                                                  \
     } while (0)
 #define CHECK_GROUP(group) CHECK_OWN(group_is, group, "group")
 #define CHECK_WORK(work) CHECK_OWN(work_is, work, "work")
@@ -173,8 +174,8 @@ fsdp_status fsdp_copy(const DLTensor *input, const DLTensor *output)
     TRY(tensor_import(input, "input", &from));
     TRY(tensor_import_output(output, "output", &to));
     char a[TENSOR_TEXT], b[TENSOR_TEXT];
-    CHECK_ARG(tensor_same_shape(&from, &to), "input is %s and output is %s: they must have one shape", tensor_text(&from, a),
-              tensor_text(&to, b));
+    CHECK_ARG(tensor_same_shape(&from, &to), "input is %s and output is %s: they must have one shape",
+              tensor_text(&from, a), tensor_text(&to, b));
     CHECK_ARG(!tensor_overlap(&from, &to), "input and output overlap: give separate memory");
     tensor_copy(&to, &from);
     return FSDP_OK;
@@ -183,7 +184,8 @@ fsdp_status fsdp_copy(const DLTensor *input, const DLTensor *output)
 static fsdp_status check_rank(int32_t rank, int32_t world_size)
 {
     CHECK_ARG(world_size > 0, "world_size is %d: at least 1", world_size);
-    CHECK_ARG(rank >= 0 && rank < world_size, "rank is %d: 0 to %d with world_size %d", rank, world_size - 1, world_size);
+    CHECK_ARG(rank >= 0 && rank < world_size, "rank is %d: 0 to %d with world_size %d", rank, world_size - 1,
+              world_size);
     return FSDP_OK;
 }
 
@@ -351,11 +353,12 @@ void fsdp_work_release(fsdp_work *work)
 
 /* ---- collectives */
 
-static fsdp_status run(fsdp_group *group, fsdp_op_kind kind, const DLTensor *input, const DLTensor *output, fsdp_reduce_op op,
-                       int32_t peer, fsdp_work **work)
+static fsdp_status run(fsdp_group *group, fsdp_op_kind kind, const DLTensor *input, const DLTensor *output,
+                       fsdp_reduce_op op, int32_t peer, fsdp_work **work)
 {
     CHECK_GROUP(group);
-    fsdp_collective call = {.struct_size = sizeof call, .kind = kind, .op = op, .input = input, .output = output, .peer = peer};
+    fsdp_collective call = {
+        .struct_size = sizeof call, .kind = kind, .op = op, .input = input, .output = output, .peer = peer};
     return group_collective(group, &call, 1, work);
 }
 
@@ -406,8 +409,8 @@ fsdp_status fsdp_all_reduce(fsdp_group *group, const DLTensor *input, const DLTe
     return run(group, FSDP_OP_ALL_REDUCE, input, output, op, 0, work);
 }
 
-fsdp_status fsdp_reduce(fsdp_group *group, const DLTensor *input, const DLTensor *output, fsdp_reduce_op op, int32_t root,
-                        fsdp_work **work)
+fsdp_status fsdp_reduce(fsdp_group *group, const DLTensor *input, const DLTensor *output, fsdp_reduce_op op,
+                        int32_t root, fsdp_work **work)
 {
     return run(group, FSDP_OP_REDUCE, input, output, op, root, work);
 }
@@ -417,12 +420,14 @@ fsdp_status fsdp_broadcast(fsdp_group *group, const DLTensor *tensor, int32_t ro
     return run(group, FSDP_OP_BROADCAST, tensor, NULL, 0, root, work);
 }
 
-fsdp_status fsdp_gather(fsdp_group *group, const DLTensor *input, const DLTensor *output, int32_t root, fsdp_work **work)
+fsdp_status fsdp_gather(fsdp_group *group, const DLTensor *input, const DLTensor *output, int32_t root,
+                        fsdp_work **work)
 {
     return run(group, FSDP_OP_GATHER, input, output, 0, root, work);
 }
 
-fsdp_status fsdp_scatter(fsdp_group *group, const DLTensor *input, const DLTensor *output, int32_t root, fsdp_work **work)
+fsdp_status fsdp_scatter(fsdp_group *group, const DLTensor *input, const DLTensor *output, int32_t root,
+                         fsdp_work **work)
 {
     return run(group, FSDP_OP_SCATTER, input, output, 0, root, work);
 }
@@ -432,8 +437,8 @@ fsdp_status fsdp_all_to_all(fsdp_group *group, const DLTensor *input, const DLTe
     return run(group, FSDP_OP_ALL_TO_ALL, input, output, 0, 0, work);
 }
 
-fsdp_status fsdp_all_to_all_v(fsdp_group *group, const DLTensor *input, const DLTensor *output, const int64_t *input_rows,
-                              const int64_t *output_rows, fsdp_work **work)
+fsdp_status fsdp_all_to_all_v(fsdp_group *group, const DLTensor *input, const DLTensor *output,
+                              const int64_t *input_rows, const int64_t *output_rows, fsdp_work **work)
 {
     CHECK_GROUP(group);
     CHECK_ARG(input_rows, "input_rows is NULL: one entry for each rank is needed");
@@ -445,7 +450,8 @@ static fsdp_status run_message(fsdp_group *group, fsdp_op_kind kind, const DLTen
                                fsdp_work **work)
 {
     CHECK_GROUP(group);
-    fsdp_collective call = {.struct_size = sizeof call, .kind = kind, .input = tensor, .output = tensor, .peer = peer, .tag = tag};
+    fsdp_collective call = {
+        .struct_size = sizeof call, .kind = kind, .input = tensor, .output = tensor, .peer = peer, .tag = tag};
     return group_collective(group, &call, 1, work);
 }
 
@@ -480,16 +486,16 @@ static fsdp_status check_unused(const fsdp_collective *c, int32_t index)
                  c->kind == FSDP_OP_SCATTER;
     int message = c->kind == FSDP_OP_SEND || c->kind == FSDP_OP_RECV;
     int both = c->kind == FSDP_OP_ALL_TO_ALL;
-    const char *field = !reduces && c->op                                                  ? "op"
-                        : c->kind == FSDP_OP_RECV && c->input                                 ? "input"
+    const char *field = !reduces && c->op                                                        ? "op"
+                        : c->kind == FSDP_OP_RECV && c->input                                    ? "input"
                         : (c->kind == FSDP_OP_BROADCAST || c->kind == FSDP_OP_SEND) && c->output ? "output"
-                        : c->input_rows && !both && c->kind != FSDP_OP_REDUCE_SCATTER          ? "input_rows"
-                        : c->output_rows && !both && c->kind != FSDP_OP_ALL_GATHER             ? "output_rows"
-                        : c->peer && !rooted && !message                                   ? "peer"
-                        : c->tag && !message                                               ? "tag"
-                                                                                           : NULL;
-    CHECK_ARG(!field, "operations[%d].%s is set, but an operation of kind %d does not use it: leave it zero", index, field,
-              c->kind);
+                        : c->input_rows && !both && c->kind != FSDP_OP_REDUCE_SCATTER            ? "input_rows"
+                        : c->output_rows && !both && c->kind != FSDP_OP_ALL_GATHER               ? "output_rows"
+                        : c->peer && !rooted && !message                                         ? "peer"
+                        : c->tag && !message                                                     ? "tag"
+                                                                                                 : NULL;
+    CHECK_ARG(!field, "operations[%d].%s is set, but an operation of kind %d does not use it: leave it zero", index,
+              field, c->kind);
     return FSDP_OK;
 }
 

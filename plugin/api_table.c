@@ -25,12 +25,11 @@ _Static_assert(offsetof(fsdp_api, struct_size) == 0, "fsdp_api.struct_size moved
 _Static_assert(offsetof(fsdp_api, major) == sizeof(size_t), "fsdp_api.major moved");
 _Static_assert(offsetof(fsdp_api, minor) == sizeof(size_t) + sizeof(int32_t), "fsdp_api.minor moved");
 
-#define SLOT(name, index)                                                                                    \
-    _Static_assert(offsetof(fsdp_api, name) == HEADER_SIZE + (index) * sizeof(void *),                       \
-                   "slot " #name " of fsdp_api moved");                                                      \
-    _Static_assert(                                                                                          \
-        __builtin_types_compatible_p(__typeof__(((fsdp_api *)0)->name), __typeof__(&fsdp_##name)),           \
-        "slot " #name " of fsdp_api has another type than fsdp_" #name);
+#define SLOT(name, index)                                                                                              \
+    _Static_assert(offsetof(fsdp_api, name) == HEADER_SIZE + (index) * sizeof(void *),                                 \
+                   "slot " #name " of fsdp_api moved");                                                                \
+    _Static_assert(__builtin_types_compatible_p(__typeof__(((fsdp_api *)0)->name), __typeof__(&fsdp_##name)),          \
+                   "slot " #name " of fsdp_api has another type than fsdp_" #name);
 #include "api_table.inc"
 #undef SLOT
 
@@ -40,17 +39,16 @@ enum {
 #undef SLOT
     SLOT_COUNT
 };
-_Static_assert(sizeof(fsdp_api) == HEADER_SIZE + SLOT_COUNT * sizeof(void *),
-               "fsdp_api has a slot without a function");
+_Static_assert(sizeof(fsdp_api) == HEADER_SIZE + SLOT_COUNT * sizeof(void *), "fsdp_api has a slot without a function");
 
 fsdp_status fsdp_get_api(int32_t major, int32_t minor, const fsdp_api **api)
 {
     CHECK_ARG(api != NULL, "api is NULL: pass the address of a const fsdp_api *");
     if (major != FSDP_VERSION_MAJOR || minor < 0 || minor > FSDP_VERSION_MINOR)
         return err(FSDP_ERR_VERSION,
-                   "no ABI version %d.%d here: this library is %d.%d.%d and has major %d, minor 0 to %d",
-                   (int)major, (int)minor, FSDP_VERSION_MAJOR, FSDP_VERSION_MINOR, FSDP_VERSION_PATCH,
-                   FSDP_VERSION_MAJOR, FSDP_VERSION_MINOR);
+                   "no ABI version %d.%d here: this library is %d.%d.%d and has major %d, minor 0 to %d", (int)major,
+                   (int)minor, FSDP_VERSION_MAJOR, FSDP_VERSION_MINOR, FSDP_VERSION_PATCH, FSDP_VERSION_MAJOR,
+                   FSDP_VERSION_MINOR);
     *api = &table;
     return FSDP_OK;
 }

@@ -79,23 +79,41 @@ const char *err_message(void)
 const char *err_status_name(fsdp_status status)
 {
     switch (status) {
-    case FSDP_OK: return "OK";
-    case FSDP_ERR_INVALID: return "INVALID";
-    case FSDP_ERR_STRUCT_SIZE: return "STRUCT_SIZE";
-    case FSDP_ERR_VERSION: return "VERSION";
-    case FSDP_ERR_UNSUPPORTED: return "UNSUPPORTED";
-    case FSDP_ERR_NOMEM: return "NOMEM";
-    case FSDP_ERR_SYSTEM: return "SYSTEM";
-    case FSDP_ERR_TIMEOUT: return "TIMEOUT";
-    case FSDP_ERR_PENDING: return "PENDING";
-    case FSDP_ERR_MISMATCH: return "MISMATCH";
-    case FSDP_ERR_PEER_LOST: return "PEER_LOST";
-    case FSDP_ERR_ABORTED: return "ABORTED";
-    case FSDP_ERR_FORKED: return "FORKED";
-    case FSDP_ERR_STATE: return "STATE";
-    case FSDP_ERR_RENDEZVOUS: return "RENDEZVOUS";
-    case FSDP_ERR_CALLBACK: return "CALLBACK";
-    case FSDP_ERR_INTERNAL: return "INTERNAL";
-    default: return "UNKNOWN";
+    case FSDP_OK:
+        return "OK";
+    case FSDP_ERR_INVALID:
+        return "INVALID";
+    case FSDP_ERR_STRUCT_SIZE:
+        return "STRUCT_SIZE";
+    case FSDP_ERR_VERSION:
+        return "VERSION";
+    case FSDP_ERR_UNSUPPORTED:
+        return "UNSUPPORTED";
+    case FSDP_ERR_NOMEM:
+        return "NOMEM";
+    case FSDP_ERR_SYSTEM:
+        return "SYSTEM";
+    case FSDP_ERR_TIMEOUT:
+        return "TIMEOUT";
+    case FSDP_ERR_PENDING:
+        return "PENDING";
+    case FSDP_ERR_MISMATCH:
+        return "MISMATCH";
+    case FSDP_ERR_PEER_LOST:
+        return "PEER_LOST";
+    case FSDP_ERR_ABORTED:
+        return "ABORTED";
+    case FSDP_ERR_FORKED:
+        return "FORKED";
+    case FSDP_ERR_STATE:
+        return "STATE";
+    case FSDP_ERR_RENDEZVOUS:
+        return "RENDEZVOUS";
+    case FSDP_ERR_CALLBACK:
+        return "CALLBACK";
+    case FSDP_ERR_INTERNAL:
+        return "INTERNAL";
+    default:
+        return "UNKNOWN";
     }
 }

@@ -26,7 +26,7 @@ fsdp_status err_prefix(fsdp_status status, const char *fmt, ...) FSDP_PRINTF(2, 
 /* Add the operation and the ranks (-1: none) to the failure just recorded. */
 void err_operation(fsdp_op_kind kind, uint64_t sequence, int32_t rank_a, int32_t rank_b);
 
-void err_save(fsdp_error_info *out);          /* copy this thread's record out */
+void err_save(fsdp_error_info *out);                  /* copy this thread's record out */
 fsdp_status err_restore(const fsdp_error_info *from); /* make it this thread's record; returns its status */
 const char *err_message(void);
 const char *err_status_name(fsdp_status status);

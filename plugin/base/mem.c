@@ -78,8 +78,9 @@ fsdp_status mem_set_allocator(fsdp_alloc_fn alloc, fsdp_free_fn release, void *u
 {
     CHECK_ARG((alloc == NULL) == (release == NULL), "alloc and release: give both functions, or neither");
     if (atomic_load(&live_blocks) != 0)
-        return err(FSDP_ERR_STATE, "the allocator can't change while objects of the library exist (%zu blocks are live): "
-                                   "set it before the first store, group or model is made",
+        return err(FSDP_ERR_STATE,
+                   "the allocator can't change while objects of the library exist (%zu blocks are live): "
+                   "set it before the first store, group or model is made",
                    atomic_load(&live_blocks));
     allocator.alloc = alloc;
     allocator.release = release;

@@ -50,7 +50,8 @@ static inline int ref_try_get(struct ref *ref)
 {
     int count = atomic_load_explicit(&ref->count, memory_order_relaxed);
     while (count > 0 && !atomic_compare_exchange_weak_explicit(&ref->count, &count, count + 1, memory_order_acquire,
-                                                               memory_order_relaxed)) {}
+                                                               memory_order_relaxed)) {
+    }
     return count > 0;
 }
 

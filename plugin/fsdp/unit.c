@@ -50,8 +50,7 @@ static void unit_free(fsdp_unit *unit)
     work_release(unit->reducing);
     unit_drop_accumulated(unit);
     if (unit->full) {
-        if (unit->has_region || unit->state != FSDP_UNIT_SHARDED)
-            model_count_unsharded(model, -unit->full_data);
+        if (unit->has_region || unit->state != FSDP_UNIT_SHARDED) model_count_unsharded(model, -unit->full_data);
         os_unmap(unit->full, unit->full_mapped);
     }
     if (unit->has_region) t->ops->region_release(t, &unit->region);
@@ -77,23 +76,21 @@ void unit_release(fsdp_unit *unit)
 
 /* ---- making: this rank's part */
 
-static fsdp_status check_param(fsdp_model *model, const fsdp_param *params, const struct tensor *fulls,
-                               int32_t index)
+static fsdp_status check_param(fsdp_model *model, const fsdp_param *params, const struct tensor *fulls, int32_t index)
 {
     const fsdp_param *given = &params[index];
     const struct tensor *full = &fulls[index];
-    CHECK_ARG(given->name && *given->name,
-              "params[%d].name is empty: each parameter needs a name, unique in the model", index);
+    CHECK_ARG(given->name && *given->name, "params[%d].name is empty: each parameter needs a name, unique in the model",
+              index);
     CHECK_ARG(given->reserved == 0, "params[%d].reserved is %d: it must be 0", index, given->reserved);
-    CHECK_ARG(full->ndim >= 1,
-              "params[%d] '%s' is 0-dim: it has no rows to shard; give it one dimension, (1,)", index,
+    CHECK_ARG(full->ndim >= 1, "params[%d] '%s' is 0-dim: it has no rows to shard; give it one dimension, (1,)", index,
               given->name);
     if (!dtype_is_float(full->type))
-        return err(FSDP_ERR_UNSUPPORTED, "params[%d] '%s' is %s: parameters have a float dtype", index,
-                   given->name, dtype_name(full->type));
+        return err(FSDP_ERR_UNSUPPORTED, "params[%d] '%s' is %s: parameters have a float dtype", index, given->name,
+                   dtype_name(full->type));
     for (int32_t other = 0; other < index; other++)
-        CHECK_ARG(strcmp(params[other].name, given->name) != 0,
-                  "params[%d] and params[%d] are both named '%s'", other, index, given->name);
+        CHECK_ARG(strcmp(params[other].name, given->name) != 0, "params[%d] and params[%d] are both named '%s'", other,
+                  index, given->name);
     fsdp_status status = FSDP_OK;
     pthread_mutex_lock(&model->lock);
     for (fsdp_unit *unit = model->units; unit && status == FSDP_OK; unit = unit->next)
@@ -108,8 +105,7 @@ static fsdp_status check_param(fsdp_model *model, const fsdp_param *params, cons
 }
 
 /* What the ranks must agree on. */
-static uint64_t unit_hash(const fsdp_unit *unit, const fsdp_param *params, const struct tensor *fulls,
-                          int32_t n)
+static uint64_t unit_hash(const fsdp_unit *unit, const fsdp_param *params, const struct tensor *fulls, int32_t n)
 {
     const fsdp_model *model = unit->model;
     uint64_t h = hash_bytes(HASH_START, unit->name, sizeof unit->name);
@@ -126,8 +122,7 @@ static uint64_t unit_hash(const fsdp_unit *unit, const fsdp_param *params, const
 }
 
 /* Shape, cut and place of one parameter. */
-static fsdp_status param_lay_out(fsdp_unit *unit, int32_t index, const fsdp_param *given,
-                                 const struct tensor *full)
+static fsdp_status param_lay_out(fsdp_unit *unit, int32_t index, const fsdp_param *given, const struct tensor *full)
 {
     int size = unit->model->group->size, rank = unit->model->group->rank;
     struct param *p = &unit->params[index];
@@ -148,8 +143,7 @@ static fsdp_status param_lay_out(fsdp_unit *unit, int32_t index, const fsdp_para
     }
     p->full_at = unit->full_bytes;
     size_t aligned = (full->bytes + PARAM_ALIGN - 1) & ~(size_t)(PARAM_ALIGN - 1);
-    if (__builtin_add_overflow(unit->full_bytes, aligned, &unit->full_bytes) ||
-        unit->full_bytes > PTRDIFF_MAX)
+    if (__builtin_add_overflow(unit->full_bytes, aligned, &unit->full_bytes) || unit->full_bytes > PTRDIFF_MAX)
         return err(FSDP_ERR_NOMEM, "unit '%s' is larger than the address space", unit->name);
     unit->full_data += (int64_t)full->bytes;
     unit->shard_data += p->rows * p->row * (int64_t)dtype_size(p->type);
@@ -211,8 +205,7 @@ struct report { /* what the ranks tell each other; begins with the label that mi
 };
 
 /* Every rank says how it fared; the first failure is everyone's. */
-static fsdp_status agree(fsdp_unit *unit, fsdp_status status, const struct region *region,
-                         struct report *first)
+static fsdp_status agree(fsdp_unit *unit, fsdp_status status, const struct region *region, struct report *first)
 {
     fsdp_group *group = unit->model->group;
     struct report mine = {.status = status};
@@ -231,9 +224,9 @@ static fsdp_status agree(fsdp_unit *unit, fsdp_status status, const struct regio
     for (int r = 0; met == FSDP_OK && r < group->size; r++) {
         if (all[r].status == FSDP_OK) continue;
         all[r].message[sizeof all[r].message - 1] = 0;
-        met = r == group->rank ? err_restore(&failure)
-                               : err(all[r].status, "making unit '%s': rank %d reported: %s", unit->name, r,
-                                     all[r].message);
+        met = r == group->rank
+                  ? err_restore(&failure)
+                  : err(all[r].status, "making unit '%s': rank %d reported: %s", unit->name, r, all[r].message);
     }
     return met;
 }
@@ -252,8 +245,8 @@ static fsdp_status map_region(fsdp_unit *unit, struct region *region)
 {
     struct transport *t = unit->model->group->transport;
     if (region->bytes < unit->full_bytes)
-        return err(FSDP_ERR_INTERNAL, "rank 0 reserved %zu bytes for unit '%s', not %zu", region->bytes,
-                   unit->name, unit->full_bytes);
+        return err(FSDP_ERR_INTERNAL, "rank 0 reserved %zu bytes for unit '%s', not %zu", region->bytes, unit->name,
+                   unit->full_bytes);
     TRY(t->ops->region_map(t, region));
     void *view;
     fsdp_status status = os_map_private(region->fd, region->offset, region->bytes, NULL, &view);
@@ -294,8 +287,8 @@ static fsdp_status make_shared(fsdp_unit *unit)
     return status;
 }
 
-fsdp_status unit_create(fsdp_model *model, const char *name, const fsdp_param *params,
-                        const struct tensor *fulls, int32_t n, fsdp_unit **out)
+fsdp_status unit_create(fsdp_model *model, const char *name, const fsdp_param *params, const struct tensor *fulls,
+                        int32_t n, fsdp_unit **out)
 {
     TRY(group_usable(model->group));
     for (int32_t i = 0; i < n; i++) TRY(check_param(model, params, fulls, i));
@@ -313,10 +306,8 @@ fsdp_status unit_create(fsdp_model *model, const char *name, const fsdp_param *p
     unit->hash = unit_hash(unit, params, fulls, n);
     unit->params = mem_array((size_t)n, sizeof *unit->params);
     unit->n_params = unit->params ? n : 0;
-    fsdp_status status =
-        unit->params ? FSDP_OK : mem_none("a unit's parameters", (size_t)n * sizeof *unit->params);
-    for (int32_t i = 0; i < n && status == FSDP_OK; i++)
-        status = param_lay_out(unit, i, &params[i], &fulls[i]);
+    fsdp_status status = unit->params ? FSDP_OK : mem_none("a unit's parameters", (size_t)n * sizeof *unit->params);
+    for (int32_t i = 0; i < n && status == FSDP_OK; i++) status = param_lay_out(unit, i, &params[i], &fulls[i]);
     if (status == FSDP_OK) status = shards_fill(unit, fulls);
     if (status == FSDP_OK && (model->private_unshard || !unit->full_bytes)) status = make_private(unit);
     status = agree(unit, status, NULL, NULL);
@@ -336,11 +327,10 @@ fsdp_status unit_create(fsdp_model *model, const char *name, const fsdp_param *p
 
 /* ---- tensors */
 
-fsdp_status unit_tensor(fsdp_unit *unit, int32_t index, enum unit_tensor which,
-                        DLManagedTensorVersioned **out)
+fsdp_status unit_tensor(fsdp_unit *unit, int32_t index, enum unit_tensor which, DLManagedTensorVersioned **out)
 {
-    CHECK_ARG(index >= 0 && index < unit->n_params, "index is %d: unit '%s' has parameters 0 to %d", index,
-              unit->name, unit->n_params - 1);
+    CHECK_ARG(index >= 0 && index < unit->n_params, "index is %d: unit '%s' has parameters 0 to %d", index, unit->name,
+              unit->n_params - 1);
     struct param *p = &unit->params[index];
     if (which == UNIT_GRAD && p->frozen)
         return err(FSDP_ERR_STATE, "parameter '%s' is frozen: it has no gradient", p->name);

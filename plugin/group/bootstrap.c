@@ -25,8 +25,9 @@ fsdp_status bootstrap_store(void *context, const void *in, size_t bytes, void *o
         fsdp_status status = store_get_within(b->store, key, to, bytes, &got, left > 0 ? left : 0);
         if (status != FSDP_OK) return err_prefix(status, "making group '%s', waiting for rank %d: ", b->name, r);
         if (got != bytes)
-            return err(FSDP_ERR_RENDEZVOUS, "group '%s': rank %d sent %zu bytes, not %zu: do all ranks load the same libfsdp?",
-                       b->name, r, got, bytes);
+            return err(FSDP_ERR_RENDEZVOUS,
+                       "group '%s': rank %d sent %zu bytes, not %zu: do all ranks load the same libfsdp?", b->name, r,
+                       got, bytes);
     }
     b->round++;
     return FSDP_OK;

@@ -49,7 +49,8 @@ struct op {
     size_t payload_bytes;
     op_body body;
     void *user; /* the body's */
-    int32_t check_counts; /* uneven all-to-all: the payload says what this rank gives each, then what it expects of each */
+    int32_t
+        check_counts; /* uneven all-to-all: the payload says what this rank gives each, then what it expects of each */
     struct packed *packed;
 };
 
@@ -100,7 +101,7 @@ fsdp_status work_pack(fsdp_work *work, struct packed **list, const struct tensor
 fsdp_status work_keep(fsdp_work *work, void (*release)(void *owner), void *owner);
 fsdp_status work_on_done(fsdp_work *work, fsdp_done_fn fn, void *user);
 fsdp_status work_wait(fsdp_work *work, int64_t timeout_ms);
-fsdp_status work_status(fsdp_work *work); /* of a complete one */
+fsdp_status work_status(fsdp_work *work);                /* of a complete one */
 fsdp_status work_source(fsdp_work *work, int32_t *rank); /* of a complete one of a single recv */
 void work_complete(fsdp_work *work, fsdp_status status); /* with this thread's error record when it failed */
 void work_release(fsdp_work *work);
@@ -112,7 +113,7 @@ struct lane {
     pthread_mutex_t lock;
     pthread_cond_t changed;
     fsdp_work *head, *tail;
-    int32_t busy;    /* a thread advances it: */
+    int32_t busy; /* a thread advances it: */
     pthread_t advancing;
     int32_t waiting; /* threads that wait for `changed` */
     int32_t stopping;
@@ -160,7 +161,8 @@ struct fsdp_group {
 };
 
 fsdp_status group_create(fsdp_store *store, const fsdp_group_options *options, fsdp_group **out);
-fsdp_status group_split(fsdp_group *group, int32_t color, int32_t key, const fsdp_group_options *options, fsdp_group **out);
+fsdp_status group_split(fsdp_group *group, int32_t color, int32_t key, const fsdp_group_options *options,
+                        fsdp_group **out);
 void group_query(fsdp_group *group, fsdp_group_info *info);
 void group_abort(fsdp_group *group, const char *reason);
 void group_retain(fsdp_group *group);
@@ -177,7 +179,8 @@ fsdp_status group_collective(fsdp_group *group, const fsdp_collective *calls, in
 fsdp_status group_barrier(fsdp_group *group, fsdp_work **handle);
 /* Every rank gives `bytes` (at most TRANSPORT_PAYLOAD) and gets all ranks'. A call of its own kind and hash; synchronous,
  * in order with the collectives. */
-fsdp_status group_exchange(fsdp_group *group, fsdp_op_kind kind, uint64_t hash, const void *in, size_t bytes, void *out);
+fsdp_status group_exchange(fsdp_group *group, fsdp_op_kind kind, uint64_t hash, const void *in, size_t bytes,
+                           void *out);
 /* Run one collective of the work: exchange, compare, move. */
 fsdp_status op_run(fsdp_group *group, struct op *op);
 

@@ -79,7 +79,8 @@ static fsdp_status start_thread(struct lane *lane)
 {
     if (lane->has_thread) return FSDP_OK;
     int failed = pthread_create(&lane->thread, NULL, progress, lane);
-    if (failed) return err_sys(FSDP_ERR_SYSTEM, failed, "starting the progress thread of group '%s'", lane->group->name);
+    if (failed)
+        return err_sys(FSDP_ERR_SYSTEM, failed, "starting the progress thread of group '%s'", lane->group->name);
     lane->has_thread = 1;
     return FSDP_OK;
 }
@@ -108,7 +109,8 @@ fsdp_status lane_submit(fsdp_work *work, fsdp_work **handle)
     if (!handle && lane->busy && pthread_equal(lane->advancing, pthread_self())) {
         pthread_mutex_unlock(&lane->lock);
         work_release(work);
-        return err(FSDP_ERR_STATE, "a call that waits for group '%s' inside one of its completion callbacks: take a work handle",
+        return err(FSDP_ERR_STATE,
+                   "a call that waits for group '%s' inside one of its completion callbacks: take a work handle",
                    lane->group->name);
     }
     append(lane, work);
@@ -145,7 +147,8 @@ int lane_wait(fsdp_work *work, int64_t timeout_ms)
         }
         struct timespec now;
         clock_gettime(CLOCK_MONOTONIC, &now);
-        if (timeout_ms >= 0 && (now.tv_sec > until.tv_sec || (now.tv_sec == until.tv_sec && now.tv_nsec >= until.tv_nsec)))
+        if (timeout_ms >= 0 &&
+            (now.tv_sec > until.tv_sec || (now.tv_sec == until.tv_sec && now.tv_nsec >= until.tv_nsec)))
             break;
         sleep_on(lane, timeout_ms < 0 ? NULL : &until);
     }

@@ -15,8 +15,8 @@
 static fsdp_status self_mismatch(const struct message *m, const struct message *other)
 {
     err(FSDP_ERR_MISMATCH, "%s to this rank itself, tag %d: %lld elements of %s, but the matching %s has %lld of %s",
-        m->sending ? "send" : "recv", m->tag, (long long)m->count, dtype_name(m->type), other->sending ? "send" : "recv",
-        (long long)other->count, dtype_name(other->type));
+        m->sending ? "send" : "recv", m->tag, (long long)m->count, dtype_name(m->type),
+        other->sending ? "send" : "recv", (long long)other->count, dtype_name(other->type));
     return FSDP_ERR_MISMATCH;
 }
 
@@ -137,11 +137,11 @@ static void check_work(struct lane *lane, fsdp_work *work, int64_t now)
             char peer[24] = "any rank";
             if (m->source >= 0) snprintf(peer, sizeof peer, "rank %d", m->source);
             status = err(FSDP_ERR_TIMEOUT, "group '%s': timed out after %lld ms in %s %s %s, tag %d, on rank %d: %s",
-                         lane->group->name, (long long)deadline.timeout_ms, deadline.doing, m->sending ? "to" : "from", peer,
-                         m->tag, t->rank,
-                         m->sending  ? "the other side has not called recv, or did not go on"
+                         lane->group->name, (long long)deadline.timeout_ms, deadline.doing, m->sending ? "to" : "from",
+                         peer, m->tag, t->rank,
+                         m->sending ? "the other side has not called recv, or did not go on"
                          : m->stage ? "the other side did not go on"
-                                     : "the other side has not called send");
+                                    : "the other side has not called send");
             err_operation(deadline.kind, 0, m->source, -1);
             fsdp_error_info failure;
             err_save(&failure);

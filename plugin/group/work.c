@@ -95,8 +95,7 @@ fsdp_status work_pack(fsdp_work *work, struct packed **list, const struct tensor
 void work_complete(fsdp_work *work, fsdp_status status)
 {
     struct lane *lane = work->lane;
-    if (status != FSDP_OK)
-        err_save(&work->failure);
+    if (status != FSDP_OK) err_save(&work->failure);
     pthread_mutex_lock(&lane->lock);
     work->completing = 1; /* from here on, a callback or a keep that comes late is served by its caller */
     fsdp_done_fn fn = work->on_done;

@@ -18,14 +18,13 @@ static fsdp_status outcome(int64_t timeout_ms, int32_t code, const char *functio
 {
     if (code == 0) return FSDP_OK;
     if (code == 1)
-        return err(
-            FSDP_ERR_TIMEOUT,
-            "the host's store callback %s('%s') reported that its time is up (it was given %" PRId64
-            " ms): a rank may be missing",
-            function, key, timeout_ms);
+        return err(FSDP_ERR_TIMEOUT,
+                   "the host's store callback %s('%s') reported that its time is up (it was given %" PRId64
+                   " ms): a rank may be missing",
+                   function, key, timeout_ms);
     return err(FSDP_ERR_CALLBACK,
-               "the host's store callback %s('%s') failed with %" PRId32 ": look at the host's own log",
-               function, key, code);
+               "the host's store callback %s('%s') failed with %" PRId32 ": look at the host's own log", function, key,
+               code);
 }
 
 static fsdp_status callback_set(struct store_backend *base, const char *key, const void *value, size_t bytes)

@@ -42,12 +42,12 @@ static fsdp_status number(const char *name, const char *text, int64_t low, int64
 {
     if (store_parse_int(text, low, high, out)) return FSDP_OK;
     return err(FSDP_ERR_RENDEZVOUS,
-               "the environment variable %s is '%s': expected a number from %" PRId64 " to %" PRId64, name,
-               text, low, high);
+               "the environment variable %s is '%s': expected a number from %" PRId64 " to %" PRId64, name, text, low,
+               high);
 }
 
-static fsdp_status read_pair(const char *rank_name, const char *size_name, const char *launcher,
-                             int32_t *rank, int32_t *world_size)
+static fsdp_status read_pair(const char *rank_name, const char *size_name, const char *launcher, int32_t *rank,
+                             int32_t *world_size)
 {
     const char *rank_text = variable(rank_name), *size_text = variable(size_name);
     if (!rank_text || !size_text)
@@ -61,8 +61,7 @@ static fsdp_status read_pair(const char *rank_name, const char *size_name, const
     TRY(number(rank_name, rank_text, 0, STORE_WORLD_MAX, &r));
     if (r >= n)
         return err(FSDP_ERR_RENDEZVOUS,
-                   "the environment variable %s is %" PRId64 " but %s is %" PRId64
-                   ": ranks go from 0 to %" PRId64,
+                   "the environment variable %s is %" PRId64 " but %s is %" PRId64 ": ranks go from 0 to %" PRId64,
                    rank_name, r, size_name, n, n - 1);
     *rank = (int32_t)r;
     *world_size = (int32_t)n;
@@ -80,8 +79,8 @@ fsdp_status store_env_identity(enum store_launcher *launcher, int32_t *rank, int
     if (variable("OMPI_COMM_WORLD_RANK") || variable("OMPI_COMM_WORLD_SIZE")) {
         *launcher = LAUNCHER_OPENMPI;
         int pmix = !variable("OMPI_COMM_WORLD_RANK") && variable("PMIX_RANK");
-        return read_pair(pmix ? "PMIX_RANK" : "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-                         "Open MPI's mpirun", rank, world_size);
+        return read_pair(pmix ? "PMIX_RANK" : "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun", rank,
+                         world_size);
     }
     if (variable("PMI_RANK") || variable("PMI_SIZE")) {
         *launcher = LAUNCHER_PMI;
@@ -145,12 +144,11 @@ static fsdp_status missing(enum store_launcher launcher, const char *name, int32
     const char *who = launcher == LAUNCHER_TORCHRUN ? "torchrun and `python -m libfsdp.run` set it"
                       : launcher == LAUNCHER_NONE   ? "the job's launcher or script must set it"
                                                     : "this launcher does not set it, the job's script must";
-    return err(
-        FSDP_ERR_RENDEZVOUS,
-        "a job of %" PRId32
-        " ranks has no address to meet at: the environment variable %s is not set (%s); set MASTER_ADDR and "
-        "MASTER_PORT to rank 0's host and a free port there, or FSDP_STORE to a tcp:// or file:// URL",
-        world_size, name, who);
+    return err(FSDP_ERR_RENDEZVOUS,
+               "a job of %" PRId32
+               " ranks has no address to meet at: the environment variable %s is not set (%s); set MASTER_ADDR and "
+               "MASTER_PORT to rank 0's host and a free port there, or FSDP_STORE to a tcp:// or file:// URL",
+               world_size, name, who);
 }
 
 int store_env_has_url(void)
@@ -165,19 +163,18 @@ fsdp_status store_env_address(enum store_launcher launcher, int32_t world_size, 
         fsdp_status status = store_url_parse(url, out);
         if (status != FSDP_OK) return err_prefix(status, "the environment variable FSDP_STORE: ");
         if (out->scheme != STORE_ENV) return FSDP_OK;
-        return err(FSDP_ERR_RENDEZVOUS,
-                   "the environment variable FSDP_STORE is '%s': expected a tcp:// or file:// URL", url);
+        return err(FSDP_ERR_RENDEZVOUS, "the environment variable FSDP_STORE is '%s': expected a tcp:// or file:// URL",
+                   url);
     }
 
     const char *host = variable("MASTER_ADDR");
     if (!host) {
         uint64_t identity;
-        if (!job_on_this_host(launcher, world_size, &identity))
-            return missing(launcher, "MASTER_ADDR", world_size);
+        if (!job_on_this_host(launcher, world_size, &identity)) return missing(launcher, "MASTER_ADDR", world_size);
         memset(out, 0, sizeof *out);
         out->scheme = STORE_FILE;
-        snprintf(out->path, sizeof out->path, "%s/libfsdp-%u-%016" PRIx64, runtime_folder(),
-                 (unsigned)geteuid(), identity);
+        snprintf(out->path, sizeof out->path, "%s/libfsdp-%u-%016" PRIx64, runtime_folder(), (unsigned)geteuid(),
+                 identity);
         return FSDP_OK;
     }
 
@@ -186,8 +183,7 @@ fsdp_status store_env_address(enum store_launcher launcher, int32_t world_size, 
     int64_t port;
     TRY(number(own ? "FSDP_MASTER_PORT" : "MASTER_PORT", own ? own : shared, 1, 65535, &port));
     const char *agent = variable("TORCHELASTIC_USE_AGENT_STORE");
-    if (!own && agent && (strcmp(agent, "True") == 0 || strcmp(agent, "1") == 0))
-        port += port < 65535 ? 1 : -1;
+    if (!own && agent && (strcmp(agent, "True") == 0 || strcmp(agent, "1") == 0)) port += port < 65535 ? 1 : -1;
 
     memset(out, 0, sizeof *out);
     out->scheme = STORE_TCP;

@@ -54,8 +54,7 @@ static fsdp_status apply_meta(struct file_store *self, const void *key, size_t k
                               size_t value_bytes)
 {
     struct meta meta;
-    if (value_bytes != sizeof meta || self->world_size != 0)
-        return store_log_damaged(&self->log, "a wrong job record");
+    if (value_bytes != sizeof meta || self->world_size != 0) return store_log_damaged(&self->log, "a wrong job record");
     memcpy(&meta, value, sizeof meta);
     if (meta.version != FILE_VERSION)
         return err(FSDP_ERR_RENDEZVOUS,
@@ -77,8 +76,7 @@ static fsdp_status apply_member(struct file_store *self, int type, const void *v
     int32_t rank;
     if (value_bytes != sizeof rank) return store_log_damaged(&self->log, "a wrong rank record");
     memcpy(&rank, value, sizeof rank);
-    if (rank < 0 || rank >= self->world_size)
-        return store_log_damaged(&self->log, "a rank that does not exist");
+    if (rank < 0 || rank >= self->world_size) return store_log_damaged(&self->log, "a rank that does not exist");
     uint8_t *member = &self->members[rank];
     int possible = type == JOIN ? *member == ABSENT || *member == GAVE_UP : *member == JOINED;
     if (!possible) return store_log_damaged(&self->log, "a rank that can't join or leave there");
@@ -92,8 +90,7 @@ static fsdp_status apply_member(struct file_store *self, int type, const void *v
     return FSDP_OK;
 }
 
-static fsdp_status apply(void *ctx, int type, const void *key, size_t key_bytes, const void *value,
-                         size_t value_bytes)
+static fsdp_status apply(void *ctx, int type, const void *key, size_t key_bytes, const void *value, size_t value_bytes)
 {
     struct file_store *self = ctx;
     if (type == META) return apply_meta(self, key, key_bytes, value, value_bytes);
@@ -149,8 +146,7 @@ static fsdp_status append_rank(struct file_store *self, int type, int32_t rank)
 /* Tell everybody, then fail with the same words. */
 static fsdp_status conflict(struct file_store *self, const char *text)
 {
-    append(self, CONFLICT, "", text,
-           strlen(text)); /* if it can't be written, the others run into their timeout */
+    append(self, CONFLICT, "", text, strlen(text)); /* if it can't be written, the others run into their timeout */
     return err(FSDP_ERR_RENDEZVOUS, "%s", text);
 }
 
@@ -183,8 +179,7 @@ static fsdp_status admit(struct file_store *self, int *again)
                  ", a rank before it says %" PRId32 ": start all ranks with the same",
                  self->path, me->rank, me->world_size, self->world_size);
         if (!self->complete) return conflict(self, text);
-        return err(FSDP_ERR_RENDEZVOUS, "%s; or choose another path, as another job may be using this one",
-                   text);
+        return err(FSDP_ERR_RENDEZVOUS, "%s; or choose another path, as another job may be using this one", text);
     }
     if (self->conflict[0]) return err(FSDP_ERR_RENDEZVOUS, "%s", self->conflict);
     if (self->members[me->rank] == LEFT) *again = 1;
@@ -236,8 +231,8 @@ static fsdp_status join_locked(struct file_store *self, int *again)
         store_log_remove(&self->log);
         *again = store_log_is_removed(&self->log);
         if (*again) return FSDP_OK;
-        return err(FSDP_ERR_RENDEZVOUS,
-                   "store file '%s' exists from an earlier job and can't be removed: remove it", self->path);
+        return err(FSDP_ERR_RENDEZVOUS, "store file '%s' exists from an earlier job and can't be removed: remove it",
+                   self->path);
     } else {
         TRY(admit(self, again));
         if (*again) return FSDP_OK;
@@ -281,8 +276,7 @@ static int is_missing(const void *ctx, int32_t rank)
 {
     const struct file_store *self = ctx;
     if (rank == self->config.rank) return 0;
-    return self->members[rank] == ABSENT ||
-           (self->members[rank] == JOINED && !store_log_is_claimed(&self->log, rank));
+    return self->members[rank] == ABSENT || (self->members[rank] == JOINED && !store_log_is_claimed(&self->log, rank));
 }
 
 /* Give this rank's place up, under the write lock; the last one out removes the file. */
@@ -400,8 +394,8 @@ static fsdp_status file_add(struct store_backend *base, const char *key, int64_t
 }
 
 /* One look: *found, or not yet. With no buffer it only looks. */
-static fsdp_status look(struct file_store *self, const char *key, int64_t deadline, void *buffer,
-                        size_t capacity, size_t *bytes, int *found)
+static fsdp_status look(struct file_store *self, const char *key, int64_t deadline, void *buffer, size_t capacity,
+                        size_t *bytes, int *found)
 {
     if (store_log_has_more(&self->log)) {
         TRY(lock_and_read(self, FILE_READ, deadline));
@@ -417,8 +411,8 @@ static fsdp_status look(struct file_store *self, const char *key, int64_t deadli
     return FSDP_OK;
 }
 
-static fsdp_status read_key(struct file_store *self, const char *key, void *buffer, size_t capacity,
-                            size_t *bytes, int64_t timeout_ms)
+static fsdp_status read_key(struct file_store *self, const char *key, void *buffer, size_t capacity, size_t *bytes,
+                            int64_t timeout_ms)
 {
     int64_t deadline = store_deadline(timeout_ms);
     for (int64_t pause = 1;; pause = pause < 10 ? pause + 1 : 10) {
@@ -432,8 +426,8 @@ static fsdp_status read_key(struct file_store *self, const char *key, void *buff
     }
 }
 
-static fsdp_status file_get(struct store_backend *base, const char *key, void *buffer, size_t capacity,
-                            size_t *bytes, int64_t timeout_ms)
+static fsdp_status file_get(struct store_backend *base, const char *key, void *buffer, size_t capacity, size_t *bytes,
+                            int64_t timeout_ms)
 {
     return read_key((struct file_store *)base, key, buffer, capacity, bytes, timeout_ms);
 }

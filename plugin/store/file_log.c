@@ -52,8 +52,8 @@ static uint32_t checksum(struct record head, const void *key, const void *value)
 fsdp_status store_log_damaged(const struct file_log *log, const char *what)
 {
     return err(FSDP_ERR_RENDEZVOUS,
-               "store file '%s' is damaged at byte %" PRId64 " (%s): remove it and start the job again",
-               log->path, (int64_t)log->at, what);
+               "store file '%s' is damaged at byte %" PRId64 " (%s): remove it and start the job again", log->path,
+               (int64_t)log->at, what);
 }
 
 /* ---- The file ----------------------------------------------------------------------------------------- */
@@ -61,19 +61,17 @@ fsdp_status store_log_damaged(const struct file_log *log, const char *what)
 static fsdp_status check_file(int fd, const char *path)
 {
     struct stat st;
-    if (fstat(fd, &st) != 0)
-        return err_sys(FSDP_ERR_SYSTEM, errno, "store file '%s' can't be examined", path);
+    if (fstat(fd, &st) != 0) return err_sys(FSDP_ERR_SYSTEM, errno, "store file '%s' can't be examined", path);
     if (!S_ISREG(st.st_mode))
-        return err(FSDP_ERR_RENDEZVOUS, "'%s' is not a regular file: give a path of its own to each job",
-                   path);
+        return err(FSDP_ERR_RENDEZVOUS, "'%s' is not a regular file: give a path of its own to each job", path);
     if (st.st_uid != geteuid())
         return err(FSDP_ERR_RENDEZVOUS,
                    "store file '%s' belongs to user %u, this process runs as user %u: all ranks of a job run "
                    "as one user; choose another path",
                    path, (unsigned)st.st_uid, (unsigned)geteuid());
     if (st.st_mode & 022)
-        return err(FSDP_ERR_RENDEZVOUS, "store file '%s' can be written by other users (mode %o): remove it",
-                   path, (unsigned)st.st_mode & 07777);
+        return err(FSDP_ERR_RENDEZVOUS, "store file '%s' can be written by other users (mode %o): remove it", path,
+                   (unsigned)st.st_mode & 07777);
     return FSDP_OK;
 }
 
@@ -86,8 +84,8 @@ fsdp_status store_log_open(struct file_log *log, const char *path)
     do fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0600);
     while (fd < 0 && errno == EINTR);
     if (fd < 0 && errno == ELOOP)
-        return err(FSDP_ERR_RENDEZVOUS,
-                   "store file '%s' is a symbolic link, which is not followed: give the real path", path);
+        return err(FSDP_ERR_RENDEZVOUS, "store file '%s' is a symbolic link, which is not followed: give the real path",
+                   path);
     if (fd < 0) return err_sys(FSDP_ERR_SYSTEM, errno, "store file '%s' can't be opened", path);
     fsdp_status status = check_file(fd, path);
     if (status != FSDP_OK) {
@@ -138,8 +136,7 @@ static int range(const struct file_log *log, int command, short type, int64_t by
 fsdp_status store_log_lock(struct file_log *log, enum file_lock kind, int64_t deadline)
 {
     for (int tries = 0;; tries++) {
-        if (range(log, F_OFD_SETLK, kind == FILE_WRITE ? F_WRLCK : F_RDLCK, LOCK_BYTE, NULL) == 0)
-            return FSDP_OK;
+        if (range(log, F_OFD_SETLK, kind == FILE_WRITE ? F_WRLCK : F_RDLCK, LOCK_BYTE, NULL) == 0) return FSDP_OK;
         if (errno != EAGAIN && errno != EACCES)
             return err_sys(FSDP_ERR_SYSTEM, errno, "store file '%s' can't be locked (is it on a local disk?)",
                            log->path);
@@ -197,8 +194,7 @@ fsdp_status store_log_read(struct file_log *log, log_apply_fn apply, void *ctx)
 {
     int fd = atomic_load(&log->fd);
     struct stat st;
-    if (fstat(fd, &st) != 0)
-        return err_sys(FSDP_ERR_SYSTEM, errno, "store file '%s' can't be examined", log->path);
+    if (fstat(fd, &st) != 0) return err_sys(FSDP_ERR_SYSTEM, errno, "store file '%s' can't be examined", log->path);
     if (st.st_size < log->at) return store_log_damaged(log, "it has become shorter");
     if (st.st_size == log->at) return FSDP_OK;
 
@@ -214,12 +210,11 @@ fsdp_status store_log_read(struct file_log *log, log_apply_fn apply, void *ctx)
             break;
         }
         if (head.magic != RECORD_MAGIC || head.zero != 0 || head.value_bytes > STORE_VALUE_MAX) {
-            status =
-                log->at == 0
-                    ? err(FSDP_ERR_RENDEZVOUS,
-                          "'%s' exists and is not a store file of libfsdp: choose another path, or remove it",
-                          log->path)
-                    : store_log_damaged(log, "no record begins there");
+            status = log->at == 0
+                         ? err(FSDP_ERR_RENDEZVOUS,
+                               "'%s' exists and is not a store file of libfsdp: choose another path, or remove it",
+                               log->path)
+                         : store_log_damaged(log, "no record begins there");
             break;
         }
         rc = read_exactly(fd, body, head.key_bytes + head.value_bytes, log->at + (off_t)sizeof head);
@@ -238,8 +233,8 @@ fsdp_status store_log_read(struct file_log *log, log_apply_fn apply, void *ctx)
     return status;
 }
 
-fsdp_status store_log_append(struct file_log *log, int type, const void *key, size_t key_bytes,
-                             const void *value, size_t value_bytes)
+fsdp_status store_log_append(struct file_log *log, int type, const void *key, size_t key_bytes, const void *value,
+                             size_t value_bytes)
 {
     struct record head = {.magic = RECORD_MAGIC,
                           .type = (uint8_t)type,

@@ -32,7 +32,7 @@ int store_log_is_claimed(const struct file_log *log, int32_t rank); /* by anothe
 
 int store_log_is_removed(const struct file_log *log); /* no name leads to the file any more */
 int store_log_has_more(const struct file_log *log);   /* needs no lock */
-void store_log_remove(struct file_log *log); /* if the path still leads to it; under the write lock */
+void store_log_remove(struct file_log *log);          /* if the path still leads to it; under the write lock */
 
 typedef fsdp_status (*log_apply_fn)(void *ctx, int type, const void *key, size_t key_bytes, const void *value,
                                     size_t value_bytes);
@@ -40,8 +40,8 @@ typedef fsdp_status (*log_apply_fn)(void *ctx, int type, const void *key, size_t
  * NOMEM, and apply's. */
 fsdp_status store_log_read(struct file_log *log, log_apply_fn apply, void *ctx);
 /* Under the write lock, with all records read. A record is there whole or not at all. */
-fsdp_status store_log_append(struct file_log *log, int type, const void *key, size_t key_bytes,
-                             const void *value, size_t value_bytes);
+fsdp_status store_log_append(struct file_log *log, int type, const void *key, size_t key_bytes, const void *value,
+                             size_t value_bytes);
 fsdp_status store_log_damaged(const struct file_log *log, const char *what);
 
 #endif

@@ -26,12 +26,11 @@ static fsdp_status local_set(struct store_backend *base, const char *key, const 
 }
 
 /* With no buffer it only waits. */
-static fsdp_status local_read(struct local *self, const char *key, void *buffer, size_t capacity,
-                              size_t *bytes, int64_t timeout_ms)
+static fsdp_status local_read(struct local *self, const char *key, void *buffer, size_t capacity, size_t *bytes,
+                              int64_t timeout_ms)
 {
     int64_t deadline = store_deadline(timeout_ms);
-    struct timespec until = {.tv_sec = (time_t)(deadline / 1000),
-                             .tv_nsec = (long)(deadline % 1000) * 1000000};
+    struct timespec until = {.tv_sec = (time_t)(deadline / 1000), .tv_nsec = (long)(deadline % 1000) * 1000000};
     const void *value;
     size_t have;
     fsdp_status status = FSDP_OK;
@@ -55,8 +54,8 @@ static fsdp_status local_read(struct local *self, const char *key, void *buffer,
     return status;
 }
 
-static fsdp_status local_get(struct store_backend *base, const char *key, void *buffer, size_t capacity,
-                             size_t *bytes, int64_t timeout_ms)
+static fsdp_status local_get(struct store_backend *base, const char *key, void *buffer, size_t capacity, size_t *bytes,
+                             int64_t timeout_ms)
 {
     return local_read((struct local *)base, key, buffer, capacity, bytes, timeout_ms);
 }

@@ -30,10 +30,9 @@ static int resolve(const struct store_endpoint *at, int flags, struct addrinfo *
 
 static fsdp_status err_resolve(const char *name, int code)
 {
-    return err(
-        FSDP_ERR_RENDEZVOUS,
-        "the host of tcp store %s can't be resolved: %s; give a name or address that all ranks can resolve",
-        name, gai_strerror(code));
+    return err(FSDP_ERR_RENDEZVOUS,
+               "the host of tcp store %s can't be resolved: %s; give a name or address that all ranks can resolve",
+               name, gai_strerror(code));
 }
 
 static int open_socket(const struct addrinfo *a)
@@ -71,11 +70,10 @@ fsdp_status store_net_listen(const struct store_endpoint *at, int *out, int *in_
     }
     if (why == EADDRINUSE) {
         *in_use = 1;
-        return err(
-            FSDP_ERR_RENDEZVOUS,
-            "rank 0 can't listen at tcp store %s because the port is in use: another job or service has it; "
-            "choose a free port (MASTER_PORT, FSDP_MASTER_PORT or the URL), or end what uses it",
-            name);
+        return err(FSDP_ERR_RENDEZVOUS,
+                   "rank 0 can't listen at tcp store %s because the port is in use: another job or service has it; "
+                   "choose a free port (MASTER_PORT, FSDP_MASTER_PORT or the URL), or end what uses it",
+                   name);
     }
     if (why == EADDRNOTAVAIL)
         return err(FSDP_ERR_RENDEZVOUS,
@@ -117,8 +115,7 @@ static int connect_one(const struct addrinfo *a, int64_t deadline, int *out)
     memset(&here, 0, sizeof here);
     memset(&there, 0, sizeof there);
     if (why == 0 && getsockname(fd, (struct sockaddr *)&here, &here_size) == 0 &&
-        getpeername(fd, (struct sockaddr *)&there, &there_size) == 0 &&
-        memcmp(&here, &there, sizeof here) == 0)
+        getpeername(fd, (struct sockaddr *)&there, &there_size) == 0 && memcmp(&here, &there, sizeof here) == 0)
         why = ECONNREFUSED;
     if (why == 0)
         *out = fd;

@@ -36,8 +36,7 @@ static fsdp_status config_init(struct store_config *config, const fsdp_store_opt
 {
     memset(config, 0, sizeof *config);
     config->timeout_ms = options && options->timeout_ms ? options->timeout_ms : DEFAULT_TIMEOUT_MS;
-    CHECK_ARG(config->timeout_ms > 0,
-              "options->timeout_ms is %" PRId64 ": expected milliseconds, or 0 for the default",
+    CHECK_ARG(config->timeout_ms > 0, "options->timeout_ms is %" PRId64 ": expected milliseconds, or 0 for the default",
               config->timeout_ms);
 
     const char *key = options ? options->job_key : NULL;
@@ -48,14 +47,12 @@ static fsdp_status config_init(struct store_config *config, const fsdp_store_opt
     }
     if (key) {
         size_t length = strlen(key);
-        CHECK_ARG(length <= STORE_KEY_MAX, "%s has %zu bytes, at most %d are allowed", from, length,
-                  STORE_KEY_MAX);
+        CHECK_ARG(length <= STORE_KEY_MAX, "%s has %zu bytes, at most %d are allowed", from, length, STORE_KEY_MAX);
         memcpy(config->job_key, key, length + 1);
     }
     if (!options || options->world_size == 0) return FSDP_OK;
     CHECK_ARG(options->world_size > 0 && options->world_size <= STORE_WORLD_MAX,
-              "options->world_size is %" PRId32
-              ": expected 1 to %d, or 0 to take it from the URL or the environment",
+              "options->world_size is %" PRId32 ": expected 1 to %d, or 0 to take it from the URL or the environment",
               options->world_size, STORE_WORLD_MAX);
     CHECK_ARG(options->rank >= 0 && options->rank < options->world_size,
               "options->rank %" PRId32 " is out of range: world_size %" PRId32 " has ranks 0 to %" PRId32,
@@ -66,12 +63,10 @@ static fsdp_status config_init(struct store_config *config, const fsdp_store_opt
 }
 
 /* The URL's rank and world size must be those already known, if both are. */
-static fsdp_status identity_from_url(struct store_config *config, const struct store_address *address,
-                                     const char *from)
+static fsdp_status identity_from_url(struct store_config *config, const struct store_address *address, const char *from)
 {
     if (address->world_size == 0) return FSDP_OK;
-    CHECK_ARG(config->world_size == 0 ||
-                  (config->rank == address->rank && config->world_size == address->world_size),
+    CHECK_ARG(config->world_size == 0 || (config->rank == address->rank && config->world_size == address->world_size),
               "the URL says rank %" PRId32 " of %" PRId32 " but %s rank %" PRId32 " of %" PRId32
               ": give it in one place",
               address->rank, address->world_size, from, config->rank, config->world_size);
@@ -93,15 +88,13 @@ static fsdp_status resolve(const char *url, struct store_config *config, struct 
         int32_t rank, world_size;
         fsdp_status status = store_env_identity(&launcher, &rank, &world_size);
         if (given) {
-            if (status != FSDP_OK)
-                launcher = LAUNCHER_NONE; /* the caller knows better than broken variables */
+            if (status != FSDP_OK) launcher = LAUNCHER_NONE; /* the caller knows better than broken variables */
         } else {
             TRY(status);
-            CHECK_ARG(
-                launcher != LAUNCHER_NONE || address->scheme == STORE_ENV,
-                "nothing says which rank this is: add ?rank=R&world_size=N to url '%s', or set options->rank "
-                "and world_size, or start the job with a launcher that sets RANK and WORLD_SIZE",
-                url);
+            CHECK_ARG(launcher != LAUNCHER_NONE || address->scheme == STORE_ENV,
+                      "nothing says which rank this is: add ?rank=R&world_size=N to url '%s', or set options->rank "
+                      "and world_size, or start the job with a launcher that sets RANK and WORLD_SIZE",
+                      url);
             config->rank = rank;
             config->world_size = launcher == LAUNCHER_NONE ? 0 : world_size;
         }
@@ -161,8 +154,8 @@ fsdp_status store_open(const char *url, const fsdp_store_options *options, fsdp_
         mem_free(store);
         return status;
     }
-    LOG(FSDP_LOG_INFO, "store: rank %" PRId32 " of %" PRId32 " has met the others (%s)", store->rank,
-        store->world_size, store->backend->ops->name);
+    LOG(FSDP_LOG_INFO, "store: rank %" PRId32 " of %" PRId32 " has met the others (%s)", store->rank, store->world_size,
+        store->backend->ops->name);
     *out = store;
     return FSDP_OK;
 }
@@ -173,8 +166,7 @@ fsdp_status store_from_callbacks(const fsdp_store_callbacks *callbacks, const fs
     struct store_config config;
     CHECK_ARG(callbacks, "callbacks is NULL");
     TRY(config_init(&config, options));
-    CHECK_ARG(config.world_size > 0,
-              "options->rank and options->world_size are required for a store over callbacks");
+    CHECK_ARG(config.world_size > 0, "options->rank and options->world_size are required for a store over callbacks");
     fsdp_store *store = store_new(&config);
     if (!store) return mem_none("a store", sizeof *store);
     fsdp_status status = store_callback_open(callbacks, &config, &store->backend);
@@ -191,13 +183,11 @@ fsdp_status store_from_callbacks(const fsdp_store_callbacks *callbacks, const fs
 static fsdp_status enter(fsdp_store *store, const char *key)
 {
     if (store->owner != getpid())
-        return err(FSDP_ERR_FORKED,
-                   "the store was opened by process %d and this is a forked child: open one here",
+        return err(FSDP_ERR_FORKED, "the store was opened by process %d and this is a forked child: open one here",
                    (int)store->owner);
     CHECK_ARG(key && *key, "key is empty: a store key has 1 to %d bytes", STORE_KEY_MAX);
     size_t length = strnlen(key, STORE_KEY_MAX + 1);
-    CHECK_ARG(length <= STORE_KEY_MAX, "key '%.40s...' is too long: a store key has 1 to %d bytes", key,
-              STORE_KEY_MAX);
+    CHECK_ARG(length <= STORE_KEY_MAX, "key '%.40s...' is too long: a store key has 1 to %d bytes", key, STORE_KEY_MAX);
     atomic_fetch_add(&store->calls, 1);
     return FSDP_OK;
 }
@@ -211,9 +201,8 @@ static fsdp_status leave(fsdp_store *store, fsdp_status status)
 fsdp_status store_set(fsdp_store *store, const char *key, const void *value, size_t bytes)
 {
     CHECK_ARG(value || bytes == 0, "value is NULL but bytes is %zu", bytes);
-    CHECK_ARG(bytes <= STORE_VALUE_MAX,
-              "value has %zu bytes, a store takes at most %d: tensors go through a group", bytes,
-              STORE_VALUE_MAX);
+    CHECK_ARG(bytes <= STORE_VALUE_MAX, "value has %zu bytes, a store takes at most %d: tensors go through a group",
+              bytes, STORE_VALUE_MAX);
     TRY(enter(store, key));
     return leave(store, store->backend->ops->set(store->backend, key, value, bytes));
 }
@@ -299,13 +288,12 @@ fsdp_status store_err_key_timeout(const char *key, int64_t timeout_ms)
 
 fsdp_status store_err_too_large(const char *key, size_t bytes, size_t capacity)
 {
-    return err(FSDP_ERR_INVALID,
-               "the value of store key '%s' has %zu bytes but capacity is %zu: pass a larger buffer", key,
-               bytes, capacity);
+    return err(FSDP_ERR_INVALID, "the value of store key '%s' has %zu bytes but capacity is %zu: pass a larger buffer",
+               key, bytes, capacity);
 }
 
-void store_list_ranks(char *text, size_t size, int32_t world_size,
-                      int (*is_missing)(const void *ctx, int32_t rank), const void *ctx)
+void store_list_ranks(char *text, size_t size, int32_t world_size, int (*is_missing)(const void *ctx, int32_t rank),
+                      const void *ctx)
 {
     size_t used = 0;
     text[0] = 0;
@@ -318,9 +306,9 @@ void store_list_ranks(char *text, size_t size, int32_t world_size,
             return;
         }
         const char *comma = used ? ", " : "";
-        int wrote = next - first == 1 ? snprintf(text + used, size - used, "%s%" PRId32, comma, first)
-                                      : snprintf(text + used, size - used, "%s%" PRId32 "-%" PRId32, comma,
-                                                 first, next - 1);
+        int wrote = next - first == 1
+                        ? snprintf(text + used, size - used, "%s%" PRId32, comma, first)
+                        : snprintf(text + used, size - used, "%s%" PRId32 "-%" PRId32, comma, first, next - 1);
         used += (size_t)wrote;
     }
     if (used == 0) snprintf(text, size, "none, but some came and gave up before others");

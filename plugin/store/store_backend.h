@@ -33,8 +33,8 @@ struct store_backend {
 struct store_backend_ops {
     const char *name;
     fsdp_status (*set)(struct store_backend *self, const char *key, const void *value, size_t bytes);
-    fsdp_status (*get)(struct store_backend *self, const char *key, void *buffer, size_t capacity,
-                       size_t *bytes, int64_t timeout_ms);
+    fsdp_status (*get)(struct store_backend *self, const char *key, void *buffer, size_t capacity, size_t *bytes,
+                       int64_t timeout_ms);
     fsdp_status (*add)(struct store_backend *self, const char *key, int64_t amount, int64_t *result);
     fsdp_status (*wait)(struct store_backend *self, const char *key);
     void (*close)(struct store_backend *self); /* the last reference is gone; no call is running */
@@ -63,8 +63,8 @@ fsdp_status store_err_too_large(const char *key, size_t bytes, size_t capacity);
 
 /* Ranks as a compact list, "1, 4-7, 9", cut with "..." where text is full. `is_missing` says which to list.
  */
-void store_list_ranks(char *text, size_t size, int32_t world_size,
-                      int (*is_missing)(const void *ctx, int32_t rank), const void *ctx);
+void store_list_ranks(char *text, size_t size, int32_t world_size, int (*is_missing)(const void *ctx, int32_t rank),
+                      const void *ctx);
 
 /* Deadlines are absolute, in monotonic milliseconds. */
 static inline int64_t store_now_ms(void)

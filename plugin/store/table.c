@@ -24,13 +24,11 @@ static uint64_t hash_of(const unsigned char *key, size_t bytes)
     return h;
 }
 
-static struct table_entry *find(const struct store_table *table, uint64_t hash, const void *key,
-                                size_t key_bytes)
+static struct table_entry *find(const struct store_table *table, uint64_t hash, const void *key, size_t key_bytes)
 {
     if (!table->n_buckets) return NULL;
     struct table_entry *e = table->buckets[hash & (table->n_buckets - 1)];
-    while (e && !(e->hash == hash && e->key_bytes == key_bytes && memcmp(e->key, key, key_bytes) == 0))
-        e = e->next;
+    while (e && !(e->hash == hash && e->key_bytes == key_bytes && memcmp(e->key, key, key_bytes) == 0)) e = e->next;
     return e;
 }
 
@@ -91,8 +89,8 @@ int store_table_get(const struct store_table *table, const void *key, size_t key
     return 1;
 }
 
-fsdp_status store_table_sum(const struct store_table *table, const void *key, size_t key_bytes,
-                            int64_t amount, int64_t *result)
+fsdp_status store_table_sum(const struct store_table *table, const void *key, size_t key_bytes, int64_t amount,
+                            int64_t *result)
 {
     const void *value;
     size_t bytes;
@@ -109,8 +107,8 @@ fsdp_status store_table_sum(const struct store_table *table, const void *key, si
                   (int)key_bytes, (const char *)key, bytes);
     }
     CHECK_ARG(!__builtin_add_overflow(now, amount, result),
-              "store key '%.*s': %" PRId64 " + %" PRId64 " does not fit in 64 bits", (int)key_bytes,
-              (const char *)key, now, amount);
+              "store key '%.*s': %" PRId64 " + %" PRId64 " does not fit in 64 bits", (int)key_bytes, (const char *)key,
+              now, amount);
     return FSDP_OK;
 }
 

@@ -20,8 +20,8 @@ int store_table_get(const struct store_table *table, const void *key, size_t key
 fsdp_status store_table_add(struct store_table *table, const void *key, size_t key_bytes, int64_t amount,
                             int64_t *result);
 /* What `add` would give, without changing the table. */
-fsdp_status store_table_sum(const struct store_table *table, const void *key, size_t key_bytes,
-                            int64_t amount, int64_t *result);
+fsdp_status store_table_sum(const struct store_table *table, const void *key, size_t key_bytes, int64_t amount,
+                            int64_t *result);
 void store_table_free(struct store_table *table);
 
 #endif

@@ -81,9 +81,8 @@ static enum talk talk(int fd, struct wire_request request, const char *key, cons
     request.version = WIRE_VERSION;
     request.key_bytes = (uint8_t)key_bytes;
     wire_swap_request(&request);
-    struct iovec parts[] = {{&request, sizeof request},
-                            {(void *)(uintptr_t)key, key_bytes},
-                            {(void *)(uintptr_t)value, value_bytes}};
+    struct iovec parts[] = {
+        {&request, sizeof request}, {(void *)(uintptr_t)key, key_bytes}, {(void *)(uintptr_t)value, value_bytes}};
     int rc = store_net_send(fd, parts, 3, deadline);
     struct wire_reply reply;
     if (rc == 1) rc = store_net_recv(fd, &reply, sizeof reply, deadline);
@@ -113,8 +112,8 @@ static fsdp_status err_lost(const struct tcp *self)
 static fsdp_status err_late(const struct tcp *self, int64_t timeout_ms)
 {
     return err(FSDP_ERR_TIMEOUT,
-               "tcp store %s did not answer within %" PRId64 " ms: is rank 0 stopped, or its host down?",
-               self->name, timeout_ms);
+               "tcp store %s did not answer within %" PRId64 " ms: is rank 0 stopped, or its host down?", self->name,
+               timeout_ms);
 }
 
 static fsdp_status err_garbled(const struct tcp *self)
@@ -141,8 +140,7 @@ static enum link open_link(const struct tcp *self, int64_t deadline, int *out)
     struct answer answer;
     int64_t patience = store_now_ms() + HELLO_REPLY_MS;
     enum link link = LINK_RETRY;
-    switch (talk(fd, hello, self->config.job_key, NULL, NULL, 0, patience < deadline ? patience : deadline,
-                 &answer)) {
+    switch (talk(fd, hello, self->config.job_key, NULL, NULL, 0, patience < deadline ? patience : deadline, &answer)) {
     case TALK_DONE:
         if (answer.status == FSDP_OK) {
             *out = fd;
@@ -188,8 +186,7 @@ static void put_connection(struct tcp *self, struct connection *connection, int 
 /* One to use alone: an idle one, else a new one, else whichever is given back first. */
 static fsdp_status take_connection(struct tcp *self, int64_t deadline, struct connection **out)
 {
-    struct timespec until = {.tv_sec = (time_t)(deadline / 1000),
-                             .tv_nsec = (long)(deadline % 1000) * 1000000};
+    struct timespec until = {.tv_sec = (time_t)(deadline / 1000), .tv_nsec = (long)(deadline % 1000) * 1000000};
     struct connection *c;
     pthread_mutex_lock(&self->lock);
     for (;;) {
@@ -201,8 +198,7 @@ static fsdp_status take_connection(struct tcp *self, int64_t deadline, struct co
     if (c) c->busy = 1;
     pthread_mutex_unlock(&self->lock);
     if (!c)
-        return err(FSDP_ERR_TIMEOUT,
-                   "all %d connections to tcp store %s were waiting for keys until the time was up",
+        return err(FSDP_ERR_TIMEOUT, "all %d connections to tcp store %s were waiting for keys until the time was up",
                    MAX_CONNECTIONS, self->name);
     *out = c;
     if (atomic_load(&c->fd) >= 0) return FSDP_OK;
@@ -318,16 +314,16 @@ static fsdp_status ask_who_has_the_port(const struct tcp *self)
 
 /* ---- Keys --------------------------------------------------------------------------------------------- */
 
-static fsdp_status call(struct tcp *self, struct wire_request request, const char *key, const void *value,
-                        void *buffer, size_t capacity, int64_t timeout_ms, struct answer *answer)
+static fsdp_status call(struct tcp *self, struct wire_request request, const char *key, const void *value, void *buffer,
+                        size_t capacity, int64_t timeout_ms, struct answer *answer)
 {
     int64_t deadline = store_deadline(timeout_ms);
     struct connection *connection;
     TRY(take_connection(self, deadline, &connection));
     int64_t left = deadline - store_now_ms();
     request.timeout_ms = left > 0 ? left : 0;
-    enum talk result = talk(atomic_load(&connection->fd), request, key, value, buffer, capacity,
-                            deadline + MARGIN_MS, answer);
+    enum talk result =
+        talk(atomic_load(&connection->fd), request, key, value, buffer, capacity, deadline + MARGIN_MS, answer);
     put_connection(self, connection, result == TALK_DONE);
     switch (result) {
     case TALK_CLOSED:
@@ -352,8 +348,8 @@ static fsdp_status tcp_set(struct store_backend *base, const char *key, const vo
     return call(self, request, key, value, NULL, 0, self->config.timeout_ms, &answer);
 }
 
-static fsdp_status tcp_get(struct store_backend *base, const char *key, void *buffer, size_t capacity,
-                           size_t *bytes, int64_t timeout_ms)
+static fsdp_status tcp_get(struct store_backend *base, const char *key, void *buffer, size_t capacity, size_t *bytes,
+                           int64_t timeout_ms)
 {
     struct wire_request request = {.op = WIRE_GET};
     struct answer answer;

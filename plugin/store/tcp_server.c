@@ -89,8 +89,7 @@ static void request_done(struct peer *peer)
 
 static void peer_close(struct store_server *server, struct peer *peer)
 {
-    int fd = atomic_exchange(&peer->fd,
-                             -1); /* first forgotten, then closed: a forked child never closes a stranger */
+    int fd = atomic_exchange(&peer->fd, -1); /* first forgotten, then closed: a forked child never closes a stranger */
     if (fd < 0) return;
     store_net_close(fd);
     request_done(peer);
@@ -106,8 +105,8 @@ static void peer_close(struct store_server *server, struct peer *peer)
 static void peer_send(struct store_server *server, struct peer *peer)
 {
     while (peer->reply_sent < peer->reply_bytes) {
-        ssize_t n = send(atomic_load(&peer->fd), peer->reply + peer->reply_sent,
-                         peer->reply_bytes - peer->reply_sent, MSG_NOSIGNAL);
+        ssize_t n = send(atomic_load(&peer->fd), peer->reply + peer->reply_sent, peer->reply_bytes - peer->reply_sent,
+                         MSG_NOSIGNAL);
         if (n < 0 && errno == EINTR) continue;
         if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
         if (n <= 0) {
@@ -121,11 +120,10 @@ static void peer_send(struct store_server *server, struct peer *peer)
     if (peer->closing) peer_close(server, peer);
 }
 
-static void peer_reply(struct store_server *server, struct peer *peer, int32_t status, int64_t arg,
-                       const void *value, size_t bytes)
+static void peer_reply(struct store_server *server, struct peer *peer, int32_t status, int64_t arg, const void *value,
+                       size_t bytes)
 {
-    struct wire_reply head = {
-        .magic = WIRE_MAGIC, .status = status, .value_bytes = (uint32_t)bytes, .arg = arg};
+    struct wire_reply head = {.magic = WIRE_MAGIC, .status = status, .value_bytes = (uint32_t)bytes, .arg = arg};
     wire_swap_reply(&head);
     peer->reply = mem_alloc(sizeof head + bytes);
     if (!peer->reply) {
@@ -133,8 +131,7 @@ static void peer_reply(struct store_server *server, struct peer *peer, int32_t s
         return;
     }
     memcpy(peer->reply, &head, sizeof head);
-    if (bytes)
-        memcpy(peer->reply + sizeof head, value, bytes); /* before the request, which may hold it, goes */
+    if (bytes) memcpy(peer->reply + sizeof head, value, bytes); /* before the request, which may hold it, goes */
     request_done(peer);
     peer->reply_bytes = sizeof head + bytes;
     peer->reply_sent = 0;
@@ -182,8 +179,7 @@ static void handle_join(struct store_server *server, struct peer *peer, int64_t 
     char text[sizeof server->conflict];
     if (world_size < 1 || rank < 0 || rank >= world_size) {
         peer->closing = 1;
-        snprintf(text, sizeof text, "rank %" PRId32 " of world_size %" PRId32 " does not exist", rank,
-                 world_size);
+        snprintf(text, sizeof text, "rank %" PRId32 " of world_size %" PRId32 " does not exist", rank, world_size);
         peer_tell(server, peer, FSDP_ERR_RENDEZVOUS, text);
         return;
     }
@@ -194,16 +190,15 @@ static void handle_join(struct store_server *server, struct peer *peer, int64_t 
     text[0] = 0;
     if (world_size != server->config.world_size)
         snprintf(text, sizeof text,
-                 "ranks disagree on world_size at tcp store %s: rank %" PRId32 " says %" PRId32
-                 ", rank 0 says %" PRId32 ": start all ranks with the same",
+                 "ranks disagree on world_size at tcp store %s: rank %" PRId32 " says %" PRId32 ", rank 0 says %" PRId32
+                 ": start all ranks with the same",
                  server->name, rank, world_size, server->config.world_size);
     else if (server->places[rank] >= 0)
         snprintf(text, sizeof text,
                  "two processes say they are rank %" PRId32
                  " at tcp store %s%s: give each process its own rank, and each job its own port",
                  rank, server->name,
-                 server->complete ? " (or the first has opened a store there before and not released it)"
-                                  : "");
+                 server->complete ? " (or the first has opened a store there before and not released it)" : "");
     if (text[0]) {
         if (!server->complete) {
             memcpy(server->conflict, text, sizeof text);
@@ -231,8 +226,7 @@ static int same_key(const char *mine, const unsigned char *theirs, size_t bytes)
 {
     /* Takes as long for a near miss as for a far one. */
     unsigned different = strlen(mine) != bytes;
-    for (size_t i = 0; i < bytes; i++)
-        different |= (unsigned)(unsigned char)mine[i % (strlen(mine) + 1)] ^ theirs[i];
+    for (size_t i = 0; i < bytes; i++) different |= (unsigned)(unsigned char)mine[i % (strlen(mine) + 1)] ^ theirs[i];
     return !different;
 }
 
@@ -268,8 +262,7 @@ static void wake_waiters(struct store_server *server, const void *key, size_t ke
     for (int i = 0; i < server->n_peers; i++) {
         struct peer *peer = &server->peers[i];
         if (atomic_load(&peer->fd) < 0 || (peer->parked != WIRE_GET && peer->parked != WIRE_WAIT)) continue;
-        if (peer->request.key_bytes == key_bytes && memcmp(peer->body, key, key_bytes) == 0)
-            answer_key(server, peer);
+        if (peer->request.key_bytes == key_bytes && memcmp(peer->body, key, key_bytes) == 0) answer_key(server, peer);
     }
 }
 
@@ -279,10 +272,10 @@ static void handle_change(struct store_server *server, struct peer *peer)
     const struct wire_request *request = &peer->request;
     const unsigned char *key = peer->body;
     int64_t sum = 0;
-    fsdp_status status = request->op == WIRE_SET
-                             ? store_table_set(&server->table, key, request->key_bytes,
-                                               key + request->key_bytes, request->value_bytes)
-                             : store_table_add(&server->table, key, request->key_bytes, request->arg, &sum);
+    fsdp_status status =
+        request->op == WIRE_SET
+            ? store_table_set(&server->table, key, request->key_bytes, key + request->key_bytes, request->value_bytes)
+            : store_table_add(&server->table, key, request->key_bytes, request->arg, &sum);
     if (status != FSDP_OK) {
         peer_tell(server, peer, status, err_message());
         return;
@@ -437,8 +430,7 @@ static int prepare(struct store_server *server)
     int64_t now = store_now_ms(), next = now + 60000;
     server->polls[0] = (struct pollfd){.fd = atomic_load(&server->wake), .events = POLLIN};
     int listening = now >= server->accept_after;
-    server->polls[1] =
-        (struct pollfd){.fd = listening ? atomic_load(&server->listener) : -1, .events = POLLIN};
+    server->polls[1] = (struct pollfd){.fd = listening ? atomic_load(&server->listener) : -1, .events = POLLIN};
     if (!listening && server->accept_after < next) next = server->accept_after;
     for (int i = 0; i < server->n_peers; i++) {
         const struct peer *peer = &server->peers[i];
@@ -588,8 +580,7 @@ void store_server_stop(struct store_server *server)
     pthread_join(server->thread, NULL);
 
     for (int i = 0; i < server->n_peers; i++) peer_close(server, &server->peers[i]);
-    shutdown(atomic_load(&server->listener),
-             SHUT_RDWR); /* frees the port though a forked child may have a copy */
+    shutdown(atomic_load(&server->listener), SHUT_RDWR); /* frees the port though a forked child may have a copy */
     close_if_open(&server->listener);
     close_if_open(&server->wake);
     server_free(server);

@@ -13,8 +13,7 @@
 
 int store_parse_int(const char *text, int64_t low, int64_t high, int64_t *out)
 {
-    if (!(text[0] >= '0' && text[0] <= '9') && !(text[0] == '-' && text[1] >= '0' && text[1] <= '9'))
-        return 0;
+    if (!(text[0] >= '0' && text[0] <= '9') && !(text[0] == '-' && text[1] >= '0' && text[1] <= '9')) return 0;
     char *end;
     errno = 0;
     int64_t value = strtoll(text, &end, 10);
@@ -43,8 +42,8 @@ static fsdp_status parse_query(char *query, const char *url, struct store_addres
     CHECK_ARG(world_size >= 0, "url '%s' has rank but not world_size: give both, or neither", url);
     CHECK_ARG(rank >= 0, "url '%s' has world_size but not rank: give both, or neither", url);
     CHECK_ARG(rank < world_size,
-              "url '%s': rank %" PRId64 " is out of range: world_size %" PRId64 " has ranks 0 to %" PRId64,
-              url, rank, world_size, world_size - 1);
+              "url '%s': rank %" PRId64 " is out of range: world_size %" PRId64 " has ranks 0 to %" PRId64, url, rank,
+              world_size, world_size - 1);
     out->rank = (int32_t)rank;
     out->world_size = (int32_t)world_size;
     return FSDP_OK;
@@ -65,20 +64,17 @@ static fsdp_status parse_tcp(char *rest, const char *url, struct store_address *
     } else {
         colon = strchr(rest, ':');
         CHECK_ARG(colon, "url '%s' has no port: expected tcp://host:port", url);
-        CHECK_ARG(!strchr(colon + 1, ':'), "url '%s': put an IPv6 address in brackets, tcp://[::1]:29500",
-                  url);
+        CHECK_ARG(!strchr(colon + 1, ':'), "url '%s': put an IPv6 address in brackets, tcp://[::1]:29500", url);
     }
     *colon = 0;
     CHECK_ARG(*host, "url '%s' has no host: rank 0 listens at host, for one machine use localhost", url);
-    CHECK_ARG(strlen(host) < sizeof out->endpoint.host,
-              "url '%s': the host name has %zu bytes, at most %zu fit", url, strlen(host),
-              sizeof out->endpoint.host - 1);
+    CHECK_ARG(strlen(host) < sizeof out->endpoint.host, "url '%s': the host name has %zu bytes, at most %zu fit", url,
+              strlen(host), sizeof out->endpoint.host - 1);
     CHECK_ARG(!strpbrk(host, "/@%\\ \t\n"), "url '%s': '%s' is not a host name", url, host);
     int64_t port;
-    CHECK_ARG(store_parse_int(colon + 1, 0, 65535, &port),
-              "url '%s': port '%s' is not a number from 1 to 65535", url, colon + 1);
-    CHECK_ARG(port != 0,
-              "url '%s': port 0 can't be met at, since all ranks must know it: choose one from 1 to 65535",
+    CHECK_ARG(store_parse_int(colon + 1, 0, 65535, &port), "url '%s': port '%s' is not a number from 1 to 65535", url,
+              colon + 1);
+    CHECK_ARG(port != 0, "url '%s': port 0 can't be met at, since all ranks must know it: choose one from 1 to 65535",
               url);
     strcpy(out->endpoint.host, host);
     out->endpoint.port = (uint16_t)port;
@@ -101,8 +97,7 @@ static fsdp_status parse_file(const char *rest, const char *url, struct store_ad
         char c = *at;
         if (c == '%') {
             int high = hex_digit(at[1]), low = high < 0 ? -1 : hex_digit(at[2]);
-            CHECK_ARG(low >= 0 && high * 16 + low != 0, "url '%s': '%.3s' is not an escape: write %% as %%25",
-                      url, at);
+            CHECK_ARG(low >= 0 && high * 16 + low != 0, "url '%s': '%.3s' is not an escape: write %% as %%25", url, at);
             c = (char)(high * 16 + low);
             at += 2;
         }

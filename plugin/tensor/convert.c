@@ -20,15 +20,15 @@
 #include <stdatomic.h>
 #endif
 
-#define STEP(name, dst_t, src_t, value)                                                                      \
-    KERNEL_CLONES static void name(void *dst, const void *src, size_t n)                                     \
-    {                                                                                                        \
-        dst_t *restrict to = dst;                                                                            \
-        const src_t *restrict from = src;                                                                    \
-        for (size_t i = 0; i < n; i++) {                                                                     \
-            src_t x = from[i];                                                                               \
-            to[i] = value;                                                                                   \
-        }                                                                                                    \
+#define STEP(name, dst_t, src_t, value)                                                                                \
+    KERNEL_CLONES static void name(void *dst, const void *src, size_t n)                                               \
+    {                                                                                                                  \
+        dst_t *restrict to = dst;                                                                                      \
+        const src_t *restrict from = src;                                                                              \
+        for (size_t i = 0; i < n; i++) {                                                                               \
+            src_t x = from[i];                                                                                         \
+            to[i] = value;                                                                                             \
+        }                                                                                                              \
     }
 
 /* ---- To the wide form ---------------------------------------------------------------------------------- */
@@ -100,17 +100,17 @@ STEP(bool_of_c128, u8_any, c128_any, x.re != 0 || x.im != 0)
 /* ---- bf16, the pair that moves most -----------------------------------------------------------------------
  */
 
-#define STEP_VEC8(dst_f, dst_t, src_f, src_t)                                                                \
-    KERNEL_CLONES static void dst_f##_of_##src_f(void *dst, const void *src, size_t n)                       \
-    {                                                                                                        \
-        dst_t *to = dst;                                                                                     \
-        const src_t *from = src;                                                                             \
-        size_t i = 0;                                                                                        \
-        for (; i + 8 <= n; i += 8) {                                                                         \
-            __builtin_prefetch((const char *)(from + i) + VEC8_AHEAD);                                       \
-            vec8_store_##dst_f(to + i, vec8_load_##src_f(from + i));                                         \
-        }                                                                                                    \
-        for (; i < n; i++) vec1_store_##dst_f(to + i, vec1_load_##src_f(from + i));                          \
+#define STEP_VEC8(dst_f, dst_t, src_f, src_t)                                                                          \
+    KERNEL_CLONES static void dst_f##_of_##src_f(void *dst, const void *src, size_t n)                                 \
+    {                                                                                                                  \
+        dst_t *to = dst;                                                                                               \
+        const src_t *from = src;                                                                                       \
+        size_t i = 0;                                                                                                  \
+        for (; i + 8 <= n; i += 8) {                                                                                   \
+            __builtin_prefetch((const char *)(from + i) + VEC8_AHEAD);                                                 \
+            vec8_store_##dst_f(to + i, vec8_load_##src_f(from + i));                                                   \
+        }                                                                                                              \
+        for (; i < n; i++) vec1_store_##dst_f(to + i, vec1_load_##src_f(from + i));                                    \
     }
 
 STEP_VEC8(f32, f32_any, bf16, u16_any)

@@ -52,11 +52,10 @@ DLDataType dtype_to_dl(enum dtype type)
 fsdp_status dtype_from_dl(DLDataType dl, const char *name, enum dtype *out)
 {
     if (dl.lanes != 1) {
-        return err(
-            FSDP_ERR_UNSUPPORTED,
-            "%s has dtype (code %d, bits %d, lanes %d): only 1 lane is supported; pass a view with one more "
-            "dimension",
-            name, dl.code, dl.bits, dl.lanes);
+        return err(FSDP_ERR_UNSUPPORTED,
+                   "%s has dtype (code %d, bits %d, lanes %d): only 1 lane is supported; pass a view with one more "
+                   "dimension",
+                   name, dl.code, dl.bits, dl.lanes);
     }
     for (int type = 0; type < DTYPE_COUNT; type++) {
         if (dtypes[type].dl.code == dl.code && dtypes[type].dl.bits == dl.bits) {
@@ -65,6 +64,6 @@ fsdp_status dtype_from_dl(DLDataType dl, const char *name, enum dtype *out)
         }
     }
     return err(FSDP_ERR_UNSUPPORTED,
-               "%s has dtype (code %d, bits %d), which is not supported; cast it, or pass a view as uint8",
-               name, dl.code, dl.bits);
+               "%s has dtype (code %d, bits %d), which is not supported; cast it, or pass a view as uint8", name,
+               dl.code, dl.bits);
 }

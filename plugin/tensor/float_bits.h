@@ -84,8 +84,7 @@ KERNEL_INLINE uint32_t f32_round_magnitude(uint32_t magnitude, int mantissa, int
 {
     int drop = 23 - mantissa;
     uint32_t odd = (magnitude >> drop) & 1u;
-    uint32_t normal =
-        ((magnitude + (1u << (drop - 1)) - 1u + odd) >> drop) - ((uint32_t)(127 - bias) << mantissa);
+    uint32_t normal = ((magnitude + (1u << (drop - 1)) - 1u + odd) >> drop) - ((uint32_t)(127 - bias) << mantissa);
     uint32_t step = (uint32_t)(127 + 1 - bias - mantissa + 23) << 23;
     uint32_t subnormal = f32_to_bits(f32_from_bits(magnitude) + f32_from_bits(step)) - step;
     return magnitude < (uint32_t)(127 + 1 - bias) << 23 ? subnormal : normal;

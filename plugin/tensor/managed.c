@@ -32,7 +32,8 @@ static void exported_delete(DLManagedTensorVersioned *self)
     mem_free(shared);
 }
 
-static struct exported *exported_make(struct shared *shared, void *data, enum dtype type, int32_t ndim, const int64_t *shape)
+static struct exported *exported_make(struct shared *shared, void *data, enum dtype type, int32_t ndim,
+                                      const int64_t *shape)
 {
     struct exported *e = mem_alloc(sizeof(struct exported) + 2 * (size_t)ndim * sizeof(int64_t));
     if (!e) return NULL;
@@ -46,13 +47,17 @@ static struct exported *exported_make(struct shared *shared, void *data, enum dt
     e->managed.version.major = DLPACK_MAJOR_VERSION;
     e->managed.version.minor = DLPACK_MINOR_VERSION;
     e->managed.deleter = exported_delete;
-    e->managed.dl_tensor = (DLTensor){
-        .data = data, .device = {kDLCPU, 0}, .ndim = ndim, .dtype = dtype_to_dl(type), .shape = dims, .strides = dims + ndim};
+    e->managed.dl_tensor = (DLTensor){.data = data,
+                                      .device = {kDLCPU, 0},
+                                      .ndim = ndim,
+                                      .dtype = dtype_to_dl(type),
+                                      .shape = dims,
+                                      .strides = dims + ndim};
     return e;
 }
 
-fsdp_status managed_export(void *data, enum dtype type, int32_t ndim, const int64_t *shape, void (*release)(void *owner),
-                           void *owner, DLManagedTensorVersioned **out)
+fsdp_status managed_export(void *data, enum dtype type, int32_t ndim, const int64_t *shape,
+                           void (*release)(void *owner), void *owner, DLManagedTensorVersioned **out)
 {
     struct shared *shared = mem_alloc(sizeof *shared);
     struct exported *e = shared ? exported_make(shared, data, type, ndim, shape) : NULL;
@@ -87,7 +92,8 @@ fsdp_status managed_empty(const DLDataType *dtype, int32_t ndim, const int64_t *
     /* Borrow the import's checks: any non-NULL data will do for them. */
     char any = 0;
     struct tensor t;
-    DLTensor dl = {.data = &any, .device = {kDLCPU, 0}, .ndim = ndim, .dtype = *dtype, .shape = (int64_t *)(uintptr_t)shape};
+    DLTensor dl = {
+        .data = &any, .device = {kDLCPU, 0}, .ndim = ndim, .dtype = *dtype, .shape = (int64_t *)(uintptr_t)shape};
     TRY(tensor_import(&dl, "tensor", &t));
     void *data = mem_alloc_aligned(t.bytes, 64);
     if (!data) return mem_none("a tensor", t.bytes);
@@ -109,8 +115,8 @@ fsdp_status managed_accept(DLManagedTensorVersioned *tensor, const char *name)
     uint32_t major = tensor->version.major, minor = tensor->version.minor;
     if (major == DLPACK_MAJOR_VERSION) return FSDP_OK;
     managed_delete(tensor);
-    return err(FSDP_ERR_VERSION, "%s has DLPack version %u.%u: this library reads version %d (the tensor was deleted)", name,
-               major, minor, DLPACK_MAJOR_VERSION);
+    return err(FSDP_ERR_VERSION, "%s has DLPack version %u.%u: this library reads version %d (the tensor was deleted)",
+               name, major, minor, DLPACK_MAJOR_VERSION);
 }
 
 struct from_legacy {

@@ -58,24 +58,24 @@ int kernel_all_finite(enum dtype type, const void *src, size_t n)
     return 1;
 }
 
-#define SUM_LANES(name, src_t, term)                                                                         \
-    KERNEL_CLONES static void name(double *lane, const void *src, size_t n)                                  \
-    {                                                                                                        \
-        const src_t *from = src;                                                                             \
-        double sum[LANES];                                                                                   \
-        size_t i = 0;                                                                                        \
-        memcpy(sum, lane, sizeof sum);                                                                       \
-        for (; i + LANES <= n; i += LANES) {                                                                 \
-            for (size_t j = 0; j < LANES; j++) {                                                             \
-                double x = from[i + j];                                                                      \
-                sum[j] += term;                                                                              \
-            }                                                                                                \
-        }                                                                                                    \
-        for (size_t j = 0; i + j < n; j++) {                                                                 \
-            double x = from[i + j];                                                                          \
-            sum[j] += term;                                                                                  \
-        }                                                                                                    \
-        memcpy(lane, sum, sizeof sum);                                                                       \
+#define SUM_LANES(name, src_t, term)                                                                                   \
+    KERNEL_CLONES static void name(double *lane, const void *src, size_t n)                                            \
+    {                                                                                                                  \
+        const src_t *from = src;                                                                                       \
+        double sum[LANES];                                                                                             \
+        size_t i = 0;                                                                                                  \
+        memcpy(sum, lane, sizeof sum);                                                                                 \
+        for (; i + LANES <= n; i += LANES) {                                                                           \
+            for (size_t j = 0; j < LANES; j++) {                                                                       \
+                double x = from[i + j];                                                                                \
+                sum[j] += term;                                                                                        \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (size_t j = 0; i + j < n; j++) {                                                                           \
+            double x = from[i + j];                                                                                    \
+            sum[j] += term;                                                                                            \
+        }                                                                                                              \
+        memcpy(lane, sum, sizeof sum);                                                                                 \
     }
 
 SUM_LANES(sum_abs_f64, f64_any, fabs(x))

@@ -21,16 +21,16 @@
 
 typedef void (*combine_fn)(void *acc, const void *src, size_t n);
 
-#define COMBINE(name, acc_t, src_t, value)                                                                   \
-    KERNEL_CLONES static void name(void *acc, const void *src, size_t n)                                     \
-    {                                                                                                        \
-        acc_t *restrict to = acc;                                                                            \
-        const src_t *restrict from = src;                                                                    \
-        for (size_t i = 0; i < n; i++) {                                                                     \
-            acc_t a = to[i];                                                                                 \
-            src_t b = from[i];                                                                               \
-            to[i] = (acc_t)(value);                                                                          \
-        }                                                                                                    \
+#define COMBINE(name, acc_t, src_t, value)                                                                             \
+    KERNEL_CLONES static void name(void *acc, const void *src, size_t n)                                               \
+    {                                                                                                                  \
+        acc_t *restrict to = acc;                                                                                      \
+        const src_t *restrict from = src;                                                                              \
+        for (size_t i = 0; i < n; i++) {                                                                               \
+            acc_t a = to[i];                                                                                           \
+            src_t b = from[i];                                                                                         \
+            to[i] = (acc_t)(value);                                                                                    \
+        }                                                                                                              \
     }
 
 COMBINE(sum_f32, f32_any, f32_any, a + b)
@@ -54,8 +54,8 @@ COMBINE(max_f32, f32_any, f32_any, b > a || b != b ? b : a)
 COMBINE(min_f64, f64_any, f64_any, b < a || b != b ? b : a)
 COMBINE(max_f64, f64_any, f64_any, b > a || b != b ? b : a)
 
-#define COMBINE_MIN_MAX(type)                                                                                \
-    COMBINE(min_##type, type##_any, type##_any, b < a ? b : a)                                               \
+#define COMBINE_MIN_MAX(type)                                                                                          \
+    COMBINE(min_##type, type##_any, type##_any, b < a ? b : a)                                                         \
     COMBINE(max_##type, type##_any, type##_any, b > a ? b : a)
 
 COMBINE_MIN_MAX(i8)
@@ -67,9 +67,9 @@ COMBINE_MIN_MAX(u16)
 COMBINE_MIN_MAX(u32)
 COMBINE_MIN_MAX(u64)
 
-#define COMBINE_BITS(type)                                                                                   \
-    COMBINE(and_##type, type##_any, type##_any, a &b)                                                        \
-    COMBINE(or_##type, type##_any, type##_any, a | b)                                                        \
+#define COMBINE_BITS(type)                                                                                             \
+    COMBINE(and_##type, type##_any, type##_any, a &b)                                                                  \
+    COMBINE(or_##type, type##_any, type##_any, a | b)                                                                  \
     COMBINE(xor_##type, type##_any, type##_any, a ^ b)
 
 COMBINE_BITS(u8)
@@ -78,22 +78,22 @@ COMBINE_BITS(u32)
 COMBINE_BITS(u64)
 
 /* By accumulator type and operation; NULL: not supported. The order is that of the numbers in fsdp.h. */
-#define ROW_FLOAT(t)                                                                                         \
-    {                                                                                                        \
-        sum_##t, sum_##t, prod_##t, min_##t, max_##t, NULL, NULL, NULL                                       \
+#define ROW_FLOAT(t)                                                                                                   \
+    {                                                                                                                  \
+        sum_##t, sum_##t, prod_##t, min_##t, max_##t, NULL, NULL, NULL                                                 \
     }
-#define ROW_COMPLEX(t)                                                                                       \
-    {                                                                                                        \
-        sum_##t, sum_##t, NULL, NULL, NULL, NULL, NULL, NULL                                                 \
+#define ROW_COMPLEX(t)                                                                                                 \
+    {                                                                                                                  \
+        sum_##t, sum_##t, NULL, NULL, NULL, NULL, NULL, NULL                                                           \
     }
-#define ROW_INTEGER(t, u)                                                                                    \
-    {                                                                                                        \
-        sum_##u, NULL, prod_##u, min_##t, max_##t, and_##u, or_##u, xor_##u                                  \
+#define ROW_INTEGER(t, u)                                                                                              \
+    {                                                                                                                  \
+        sum_##u, NULL, prod_##u, min_##t, max_##t, and_##u, or_##u, xor_##u                                            \
     }
 
 #define OPS (FSDP_BXOR + 1)
-_Static_assert(FSDP_SUM == 0 && FSDP_AVG == 1 && FSDP_PROD == 2 && FSDP_MIN == 3 && FSDP_MAX == 4 &&
-                   FSDP_BAND == 5 && FSDP_BOR == 6 && FSDP_BXOR == 7,
+_Static_assert(FSDP_SUM == 0 && FSDP_AVG == 1 && FSDP_PROD == 2 && FSDP_MIN == 3 && FSDP_MAX == 4 && FSDP_BAND == 5 &&
+                   FSDP_BOR == 6 && FSDP_BXOR == 7,
                "rows follow the numbers of the operations");
 
 static const combine_fn combines[DTYPE_COUNT][OPS] = {
@@ -128,21 +128,19 @@ typedef void (*sum2_fn)(void *acc, const void *a, const void *b, float by, size_
 
 /* (a + b) * by. The product with 1 changes nothing, whatever the sum. `out` may be a or b, so none is
  * restrict. */
-#define SUM2(target, out_f, out_t, a_f, a_t, b_f, b_t)                                                       \
-    target static void out_f##_of_##a_f##_##b_f(void *out, const void *src_a, const void *src_b, float by,   \
-                                                size_t n)                                                    \
-    {                                                                                                        \
-        out_t *to = out;                                                                                     \
-        const a_t *a = src_a;                                                                                \
-        const b_t *b = src_b;                                                                                \
-        size_t i = 0;                                                                                        \
-        for (; i + 8 <= n; i += 8) {                                                                         \
-            vec8_ahead_##a_f(a + i), vec8_ahead_##b_f(b + i);                                                \
-            struct vec8 x = vec8_load_##a_f(a + i), y = vec8_load_##b_f(b + i);                              \
-            vec8_store_##out_f(to + i, vec8_sum_scaled(x, y, by));                                           \
-        }                                                                                                    \
-        for (; i < n; i++)                                                                                   \
-            vec1_store_##out_f(to + i, (vec1_load_##a_f(a + i) + vec1_load_##b_f(b + i)) * by);              \
+#define SUM2(target, out_f, out_t, a_f, a_t, b_f, b_t)                                                                 \
+    target static void out_f##_of_##a_f##_##b_f(void *out, const void *src_a, const void *src_b, float by, size_t n)   \
+    {                                                                                                                  \
+        out_t *to = out;                                                                                               \
+        const a_t *a = src_a;                                                                                          \
+        const b_t *b = src_b;                                                                                          \
+        size_t i = 0;                                                                                                  \
+        for (; i + 8 <= n; i += 8) {                                                                                   \
+            vec8_ahead_##a_f(a + i), vec8_ahead_##b_f(b + i);                                                          \
+            struct vec8 x = vec8_load_##a_f(a + i), y = vec8_load_##b_f(b + i);                                        \
+            vec8_store_##out_f(to + i, vec8_sum_scaled(x, y, by));                                                     \
+        }                                                                                                              \
+        for (; i < n; i++) vec1_store_##out_f(to + i, (vec1_load_##a_f(a + i) + vec1_load_##b_f(b + i)) * by);         \
     }
 
 SUM2(KERNEL_CLONES, f32, f32_any, f32, f32_any, f32, f32_any)
@@ -181,20 +179,19 @@ static const struct fused fused[] = {
 static const struct fused *fused_find(enum dtype src, enum dtype dst)
 {
     for (size_t i = 0; i < sizeof fused / sizeof *fused; i++) {
-        if (fused[i].src == src && fused[i].dst == dst)
-            return fused[i].f16c && !cpu_has_f16c() ? NULL : &fused[i];
+        if (fused[i].src == src && fused[i].dst == dst) return fused[i].f16c && !cpu_has_f16c() ? NULL : &fused[i];
     }
     return NULL;
 }
 
 /* ---- After the last source ----------------------------------------------------------------------------- */
 
-#define ADJUST(name, acc_t, operation)                                                                       \
-    KERNEL_CLONES static void name(void *acc, double by, size_t n)                                           \
-    {                                                                                                        \
-        acc_t *to = acc;                                                                                     \
-        acc_t y = (acc_t)by;                                                                                 \
-        for (size_t i = 0; i < n; i++) to[i] = to[i] operation y;                                            \
+#define ADJUST(name, acc_t, operation)                                                                                 \
+    KERNEL_CLONES static void name(void *acc, double by, size_t n)                                                     \
+    {                                                                                                                  \
+        acc_t *to = acc;                                                                                               \
+        acc_t y = (acc_t)by;                                                                                           \
+        for (size_t i = 0; i < n; i++) to[i] = to[i] operation y;                                                      \
     }
 
 ADJUST(multiply_f32, f32_any, *)

@@ -32,8 +32,8 @@ fsdp_status tensor_import(const DLTensor *dl, const char *name, struct tensor *o
 {
     CHECK_ARG(dl, "%s is NULL: a tensor is needed", name);
     if (dl->device.device_type != kDLCPU && dl->device.device_type != kDLCUDAHost)
-        return err(FSDP_ERR_UNSUPPORTED, "%s is on device type %d: only host memory (kDLCPU, kDLCUDAHost) is supported", name,
-                   (int)dl->device.device_type);
+        return err(FSDP_ERR_UNSUPPORTED, "%s is on device type %d: only host memory (kDLCPU, kDLCUDAHost) is supported",
+                   name, (int)dl->device.device_type);
     CHECK_ARG(dl->ndim >= 0 && dl->ndim <= TENSOR_MAX_DIMS, "%s has %d dimensions: 0 to %d are supported", name,
               (int)dl->ndim, TENSOR_MAX_DIMS);
     CHECK_ARG(dl->ndim == 0 || dl->shape, "%s has %d dimensions but its shape is NULL", name, (int)dl->ndim);
@@ -44,7 +44,8 @@ fsdp_status tensor_import(const DLTensor *dl, const char *name, struct tensor *o
     t.count = 1;
     int empty = 0;
     for (int d = 0; d < t.ndim; d++) {
-        CHECK_ARG(dl->shape[d] >= 0, "%s: dimension %d is %lld: sizes can't be negative", name, d, (long long)dl->shape[d]);
+        CHECK_ARG(dl->shape[d] >= 0, "%s: dimension %d is %lld: sizes can't be negative", name, d,
+                  (long long)dl->shape[d]);
         t.shape[d] = dl->shape[d];
         if (t.shape[d] == 0) empty = 1;
         if (!empty && __builtin_mul_overflow(t.count, t.shape[d], &t.count))
@@ -83,18 +84,20 @@ fsdp_status tensor_import_output(const DLTensor *dl, const char *name, struct te
             int next = -1;
             for (int d = 0; d < t.ndim; d++) {
                 if (t.shape[d] < 2) continue;
-                CHECK_ARG(t.strides[d] >= 0, "%s: the stride of dimension %d is negative (%lld): not allowed for an output",
-                          name, d, (long long)t.strides[d]);
+                CHECK_ARG(t.strides[d] >= 0,
+                          "%s: the stride of dimension %d is negative (%lld): not allowed for an output", name, d,
+                          (long long)t.strides[d]);
                 int later = t.strides[d] > last || (t.strides[d] == last && last == 0 && step == 0);
                 if (later && (next < 0 || t.strides[d] < t.strides[next])) next = d;
             }
             if (next < 0) break;
             int twins = 0;
             for (int d = 0; d < t.ndim; d++) twins += t.shape[d] >= 2 && t.strides[d] == t.strides[next];
-            CHECK_ARG(twins == 1 && t.strides[next] >= covered,
-                      "%s: elements share memory (stride %lld of dimension %d): an output needs distinct elements, so copy "
-                      "an expanded or overlapping tensor first",
-                      name, (long long)t.strides[next], next);
+            CHECK_ARG(
+                twins == 1 && t.strides[next] >= covered,
+                "%s: elements share memory (stride %lld of dimension %d): an output needs distinct elements, so copy "
+                "an expanded or overlapping tensor first",
+                name, (long long)t.strides[next], next);
             last = t.strides[next];
             covered = last * (t.shape[next] - 1) + covered;
         }
@@ -218,7 +221,8 @@ static void walk_make(struct walk *w, const struct tensor *out, const struct ten
     for (int d = 0; d < out->ndim; d++) {
         if (out->shape[d] == 1) continue;
         int last = w->ndim - 1;
-        if (last >= 0 && w->out[last] == out->strides[d] * out->shape[d] && w->in[last] == in->strides[d] * out->shape[d]) {
+        if (last >= 0 && w->out[last] == out->strides[d] * out->shape[d] &&
+            w->in[last] == in->strides[d] * out->shape[d]) {
             w->shape[last] *= out->shape[d];
             w->out[last] = out->strides[d];
             w->in[last] = in->strides[d];
@@ -243,11 +247,21 @@ static void walk_make(struct walk *w, const struct tensor *out, const struct ten
 static void copy_run(char *out, int64_t out_step, const char *in, int64_t in_step, int64_t n, size_t size)
 {
     switch (size) {
-    case 1: COPY_ELEMENTS(1); break;
-    case 2: COPY_ELEMENTS(2); break;
-    case 4: COPY_ELEMENTS(4); break;
-    case 8: COPY_ELEMENTS(8); break;
-    default: COPY_ELEMENTS(16); break;
+    case 1:
+        COPY_ELEMENTS(1);
+        break;
+    case 2:
+        COPY_ELEMENTS(2);
+        break;
+    case 4:
+        COPY_ELEMENTS(4);
+        break;
+    case 8:
+        COPY_ELEMENTS(8);
+        break;
+    default:
+        COPY_ELEMENTS(16);
+        break;
     }
 }
 

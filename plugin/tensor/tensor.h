@@ -55,8 +55,8 @@ const char *tensor_text(const struct tensor *t, char text[TENSOR_TEXT]);
 
 /* Hand out `data` as a managed tensor; `release(owner)` is called by its deleter, once, on any thread. On failure
  * nothing is called. */
-fsdp_status managed_export(void *data, enum dtype type, int32_t ndim, const int64_t *shape, void (*release)(void *owner),
-                           void *owner, DLManagedTensorVersioned **out);
+fsdp_status managed_export(void *data, enum dtype type, int32_t ndim, const int64_t *shape,
+                           void (*release)(void *owner), void *owner, DLManagedTensorVersioned **out);
 /* Another handle on what managed_export handed out. */
 fsdp_status managed_share(DLManagedTensorVersioned *tensor, DLManagedTensorVersioned **out);
 fsdp_status managed_empty(const DLDataType *dtype, int32_t ndim, const int64_t *shape, DLManagedTensorVersioned **out);

@@ -84,10 +84,10 @@ struct call_header {
     int32_t kind; /* fsdp_op_kind */
     int32_t type; /* enum dtype of the first piece, -1: none */
     int32_t op;
-    int32_t root;     /* -1: none */
+    int32_t root; /* -1: none */
     int64_t n_pieces;
-    int64_t count;    /* elements of all pieces */
-    uint64_t hash;    /* of everything else: each piece's dtype and counts, row arrays, names, shapes */
+    int64_t count; /* elements of all pieces */
+    uint64_t hash; /* of everything else: each piece's dtype and counts, row arrays, names, shapes */
     uint64_t sequence;
 };
 
@@ -148,12 +148,12 @@ struct transport_setup {
 struct transport {
     const struct transport_ops *ops;
     int32_t rank, size;
-    uint32_t process;            /* os_process() of the one that made it */
-    int32_t direct_read;         /* whether peers' memory can be read */
-    int64_t segment_bytes;       /* shared memory of the group, but for regions */
+    uint32_t process;      /* os_process() of the one that made it */
+    int32_t direct_read;   /* whether peers' memory can be read */
+    int64_t segment_bytes; /* shared memory of the group, but for regions */
     _Atomic uint64_t bytes_moved;
-    atomic_int failed;           /* 1 once `failure` is set: every wait ends with it */
-    fsdp_error_info failure;     /* what ended this rank's use of the group; set once, before `failed` */
+    atomic_int failed;       /* 1 once `failure` is set: every wait ends with it */
+    fsdp_error_info failure; /* what ended this rank's use of the group; set once, before `failed` */
 };
 
 struct transport_ops {
@@ -198,6 +198,5 @@ fsdp_status transport_status(struct transport *t);
 
 extern const struct transport_ops transport_self;
 extern const struct transport_ops transport_shm;
-
 
 #endif

@@ -50,8 +50,7 @@ static const char *add_line(dataset *data, const char *line)
     int commas = 0;
     for (const char *c = line; *c != '\0'; c++) commas += *c == ',';
     if (data->rows == 0) data->features = commas;
-    if (commas == 0 || commas != data->features)
-        return "another number of columns than on line 1, or only one";
+    if (commas == 0 || commas != data->features) return "another number of columns than on line 1, or only one";
     if (grow(data) != 0) return "too much data";
 
     char *end;

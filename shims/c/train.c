@@ -52,9 +52,9 @@ static int failed(const char *call)
 }
 
 /* Call the library; on failure say which call it was, and pass the failure on. */
-#define TRY(call)                                                                                            \
-    do {                                                                                                     \
-        if (fsdp->call != FSDP_OK) return failed(#call);                                                     \
+#define TRY(call)                                                                                                      \
+    do {                                                                                                               \
+        if (fsdp->call != FSDP_OK) return failed(#call);                                                               \
     } while (0)
 
 static int no_memory(void)
@@ -260,8 +260,7 @@ static int step(trainer *t, const dataset *data, int first, float *loss)
     int n = (int)n64, label[BATCH];
     for (int i = 0; i < n; i++) {
         int row = (first + (int)start + i) % data->rows;
-        memcpy(t->x + i * data->features, data->x + row * data->features,
-               (size_t)data->features * sizeof(float));
+        memcpy(t->x + i * data->features, data->x + row * data->features, (size_t)data->features * sizeof(float));
         label[i] = data->label[row];
     }
 
@@ -308,8 +307,7 @@ static int trainer_run(trainer *t, const dataset *data, int steps, result *out)
     t->d_hidden = calloc((size_t)BATCH * HIDDEN, sizeof(float));
     t->logits = calloc((size_t)BATCH * (size_t)data->classes, sizeof(float));
     out->loss = calloc((size_t)steps, sizeof(float));
-    out->params =
-        calloc((size_t)(HIDDEN * (data->features + 1) + data->classes * (HIDDEN + 1)), sizeof(float));
+    out->params = calloc((size_t)(HIDDEN * (data->features + 1) + data->classes * (HIDDEN + 1)), sizeof(float));
     if (t->x == NULL || t->hidden == NULL || t->d_hidden == NULL || t->logits == NULL || out->loss == NULL ||
         out->params == NULL)
         return no_memory();
@@ -393,8 +391,8 @@ static int rank_main(const settings *set, const char *url)
     int32_t rank = 0, size = 1;
     int ok = (set->csv == NULL ? dataset_make(&data) : dataset_read(&data, set->csv)) == 0;
     fsdp_store_options options = {.struct_size = sizeof(options), .timeout_ms = 60000};
-    if (ok && (fsdp->store_open(url, &options, &store) != FSDP_OK ||
-               fsdp->store_identity(store, &rank, &size) != FSDP_OK)) {
+    if (ok &&
+        (fsdp->store_open(url, &options, &store) != FSDP_OK || fsdp->store_identity(store, &rank, &size) != FSDP_OK)) {
         failed("store_open");
         ok = 0;
     }
@@ -405,12 +403,11 @@ static int rank_main(const settings *set, const char *url)
         float loss = largest_difference(sharded.loss, alone.loss, set->steps);
         ok = params <= TOLERANCE && loss <= TOLERANCE && sharded.n_params == alone.n_params;
         if (rank == 0)
-            printf("%lld bytes of parameters, %lld of them on rank 0\n",
-                   (long long)sharded.memory.total_parameters, (long long)sharded.memory.shards);
+            printf("%lld bytes of parameters, %lld of them on rank 0\n", (long long)sharded.memory.total_parameters,
+                   (long long)sharded.memory.shards);
         if (rank == 0 || !ok)
-            printf("rank %d of %d against 1: parameters differ by %.2g, losses by %.2g at most: %s\n",
-                   (int)rank, (int)size, (double)params, (double)loss,
-                   ok ? "equal to round-off" : "NOT EQUAL");
+            printf("rank %d of %d against 1: parameters differ by %.2g, losses by %.2g at most: %s\n", (int)rank,
+                   (int)size, (double)params, (double)loss, ok ? "equal to round-off" : "NOT EQUAL");
     }
 
     fsdp->store_release(store);
@@ -450,8 +447,7 @@ static int launch(const settings *set)
         }
     }
     for (int i = 0; i < started; i++)
-        if (wait(&ended) < 0 || !WIFEXITED(ended) || WEXITSTATUS(ended) != EXIT_SUCCESS)
-            status = EXIT_FAILURE;
+        if (wait(&ended) < 0 || !WIFEXITED(ended) || WEXITSTATUS(ended) != EXIT_SUCCESS) status = EXIT_FAILURE;
     unlink(file); /* already gone, unless a rank crashed */
     rmdir(folder);
     return status;

@@ -32,8 +32,7 @@ static const char *failed(fsdp_status status)
 
 static DLTensor tensor(float *data, int64_t *count)
 {
-    return (DLTensor){
-        .data = data, .device = {kDLCPU, 0}, .ndim = 1, .dtype = {kDLFloat, 32, 1}, .shape = count};
+    return (DLTensor){.data = data, .device = {kDLCPU, 0}, .ndim = 1, .dtype = {kDLFloat, 32, 1}, .shape = count};
 }
 
 /* ---- tasks */
@@ -200,8 +199,7 @@ static const char *check_unit(size_t bytes)
             int64_t begin, length;
             api->shard_extent(rows, r, size, &begin, &length);
             for (int64_t j = 0; j < length * row; j++)
-                if (values[begin * row + j] != worker_input(r, (size_t)j))
-                    wrong = "unshard: a full parameter is wrong";
+                if (values[begin * row + j] != worker_input(r, (size_t)j)) wrong = "unshard: a full parameter is wrong";
         }
         full->deleter(full);
     }
@@ -220,8 +218,7 @@ static const char *check(const char *name, size_t bytes)
     if (status != FSDP_OK) return failed(status);
     if (tasks[task].whole == all_gather)
         for (size_t i = 0; i < part * (size_t)size; i++)
-            if (output[i] != worker_input((int)(i / part), i % part))
-                return "all_gather: the output is wrong";
+            if (output[i] != worker_input((int)(i / part), i % part)) return "all_gather: the output is wrong";
     if (tasks[task].whole == reduce_scatter)
         for (size_t i = 0; i < part; i++)
             if (output[i] != worker_sum(size, mine + i)) return "reduce_scatter: the output is wrong";
@@ -281,8 +278,7 @@ int main(int argc, char **argv)
             return 1;
         }
     }
-    if (api->store_open(argv[3], &where, &store) != FSDP_OK ||
-        api->group_create(store, &options, &group) != FSDP_OK) {
+    if (api->store_open(argv[3], &where, &store) != FSDP_OK || api->group_create(store, &options, &group) != FSDP_OK) {
         fprintf(stderr, "rank %d: %s\n", rank, api->last_error());
         return 1;
     }

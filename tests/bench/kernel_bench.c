@@ -107,8 +107,7 @@ static void measure(const struct job *job)
     size_t from = dtype_size(job->from), to = dtype_size(job->to), n = n_bytes / (from > to ? from : to);
     int writes = job->run == run_copy2 ? 2 : job->run == run_norm || job->run == run_finite ? 0 : 1;
     double bytes = (double)n * (double)(from * (size_t)job->n_src + to * (size_t)writes);
-    double *kernel = malloc((size_t)repetitions * sizeof(double)),
-           *copy = malloc((size_t)repetitions * sizeof(double));
+    double *kernel = malloc((size_t)repetitions * sizeof(double)), *copy = malloc((size_t)repetitions * sizeof(double));
     size_t copied = n_bytes;
 
     for (int i = -1; i < repetitions; i++) { /* the first is a warm-up */
@@ -117,9 +116,7 @@ static void measure(const struct job *job)
         double middle = now();
         memcpy(array[4], array[5], copied);
         double end = now();
-        if (i >= 0)
-            kernel[i] = bytes / (middle - start) * 1e-9,
-            copy[i] = 2.0 * (double)copied / (end - middle) * 1e-9;
+        if (i >= 0) kernel[i] = bytes / (middle - start) * 1e-9, copy[i] = 2.0 * (double)copied / (end - middle) * 1e-9;
     }
     double rate = median(kernel, repetitions), beside = median(copy, repetitions);
     printf("BENCH kernel_%s value=%.2f better=higher\n", job->name, rate);
@@ -138,8 +135,7 @@ int main(int argc, char **argv)
         array[a] = aligned_alloc(4096, n_bytes);
         if (!array[a]) return 1;
         for (size_t i = 0; i < n_bytes; i += 2) {
-            uint16_t x =
-                (uint16_t)(0x3c00 + (i / 2 * 7 + (size_t)a * 13) % 512); /* ordinary in every float type */
+            uint16_t x = (uint16_t)(0x3c00 + (i / 2 * 7 + (size_t)a * 13) % 512); /* ordinary in every float type */
             memcpy(array[a] + i, &x, 2);
         }
     }

@@ -59,8 +59,7 @@ static const char *check(const char *name, size_t bytes)
     if (task((int)count) != MPI_SUCCESS) return "MPI reported a failure";
     if (task == all_gather)
         for (size_t i = 0; i < part * (size_t)size; i++)
-            if (output[i] != worker_input((int)(i / part), i % part))
-                return "all_gather: the output is wrong";
+            if (output[i] != worker_input((int)(i / part), i % part)) return "all_gather: the output is wrong";
     if (task == reduce_scatter)
         for (size_t i = 0; i < part; i++)
             if (output[i] != worker_sum(size, mine + i)) return "reduce_scatter: the output is wrong";

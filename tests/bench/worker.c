@@ -78,14 +78,12 @@ static const char *pin(int cpu)
 {
     static cpu_set_t anywhere;
     static int known;
-    if (!known && sched_getaffinity(0, sizeof anywhere, &anywhere) != 0)
-        return "can't read the processor mask";
+    if (!known && sched_getaffinity(0, sizeof anywhere, &anywhere) != 0) return "can't read the processor mask";
     known = 1;
     cpu_set_t one;
     CPU_ZERO(&one);
     if (cpu >= 0) CPU_SET(cpu, &one);
-    return sched_setaffinity(0, sizeof one, cpu >= 0 ? &one : &anywhere) == 0 ? NULL
-                                                                              : "can't pin to that processor";
+    return sched_setaffinity(0, sizeof one, cpu >= 0 ? &one : &anywhere) == 0 ? NULL : "can't pin to that processor";
 }
 
 int worker_serve(int rank, const struct worker_tasks *tasks)
@@ -108,8 +106,7 @@ int worker_serve(int rank, const struct worker_tasks *tasks)
             if (time.took)
                 snprintf(answer, sizeof answer, "took %lld\n", (long long)time.took);
             else
-                snprintf(answer, sizeof answer, "span %lld %lld\n", (long long)time.begin,
-                         (long long)time.end);
+                snprintf(answer, sizeof answer, "span %lld %lld\n", (long long)time.begin, (long long)time.end);
         } else if (sscanf(line, "pin %d", &cpu) == 1) {
             wrong = pin(cpu);
         } else {

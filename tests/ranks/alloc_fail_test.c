@@ -71,8 +71,7 @@ static void in_rank(int rank)
     int64_t ms = crew_now_ms() - begin;
     CHECK(ms < 4000, "it took %lld ms", (long long)ms);
     /* An operation that is still under way keeps what it needs, and lets go of it on its own thread. */
-    for (int i = 0; i < 2000 && (atomic_load(&blocks) || crew_entries("/proc/self/fd") != fds); i++)
-        crew_sleep_ms(1);
+    for (int i = 0; i < 2000 && (atomic_load(&blocks) || crew_entries("/proc/self/fd") != fds); i++) crew_sleep_ms(1);
     CHECK(atomic_load(&blocks) == 0, "%d blocks are left after refusal %lld: %s", atomic_load(&blocks),
           (long long)atomic_load(&crew->numbers[0]), fsdp_last_error());
     CHECK(crew_entries("/proc/self/fd") == fds, "descriptors %d -> %d", fds, crew_entries("/proc/self/fd"));
@@ -132,8 +131,7 @@ Test(alloc_fail, group_create)
 static void open_store(int rank)
 {
     fsdp_store *store = NULL;
-    fsdp_store_options options = {
-        .struct_size = sizeof options, .rank = rank, .world_size = 2, .timeout_ms = 400};
+    fsdp_store_options options = {.struct_size = sizeof options, .rank = rank, .world_size = 2, .timeout_ms = 400};
     char url[96];
     snprintf(url, sizeof url, "file:///tmp/fsdp-alloc-%d-%lld", (int)getppid(),
              (long long)atomic_load(&crew->numbers[0]));
@@ -163,8 +161,7 @@ static fsdp_status call(fsdp_group *group, int rank, int64_t n, fsdp_work **work
 {
     static const int64_t uneven[2] = {1, 2};
     static int64_t shape[2] = {2, 2}, strides[2] = {1, 2};
-    DLTensor turned = {
-        .data = in, .device = {kDLCPU, 0}, .ndim = 2, .dtype = F32, .shape = shape, .strides = strides};
+    DLTensor turned = {.data = in, .device = {kDLCPU, 0}, .ndim = 2, .dtype = F32, .shape = shape, .strides = strides};
     DLTensor turned_out = turned;
     turned_out.data = out;
     int64_t there[2] = {1, 1 + rank}, back[2] = {1, 1};
@@ -177,20 +174,18 @@ static fsdp_status call(fsdp_group *group, int rank, int64_t n, fsdp_work **work
     case 1:
         return fsdp_all_gather(group, crew_tensor(in, F32, n), crew_tensor(out, F32, 2 * n), work);
     case 2:
-        return fsdp_reduce_scatter(group, crew_tensor(in, F32, n), crew_tensor(out, F32, n / 2), FSDP_SUM,
-                                   work);
+        return fsdp_reduce_scatter(group, crew_tensor(in, F32, n), crew_tensor(out, F32, n / 2), FSDP_SUM, work);
     case 3:
         return fsdp_broadcast(group, crew_tensor(out, F32, n), 0, work);
     case 4:
         return fsdp_all_to_all(group, crew_tensor(in, F32, n), crew_tensor(out, F32, n), work);
     case 5:
-        return fsdp_all_gather_v(group, crew_tensor(in, F32, uneven[rank]), crew_tensor(out, F32, 3), uneven,
-                                 work);
+        return fsdp_all_gather_v(group, crew_tensor(in, F32, uneven[rank]), crew_tensor(out, F32, 3), uneven, work);
     case 6:
         there[0] = 1;
         there[1] = 2;
-        return fsdp_all_to_all_v(group, crew_tensor(in, F32, 3), crew_tensor(out, F32, back[0] + back[1]),
-                                 there, back, work);
+        return fsdp_all_to_all_v(group, crew_tensor(in, F32, 3), crew_tensor(out, F32, back[0] + back[1]), there, back,
+                                 work);
     case 7:
         return fsdp_all_reduce(group, &turned, &turned_out, FSDP_SUM, work);
     case 8:

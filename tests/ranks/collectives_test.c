@@ -26,8 +26,8 @@ static int thorough(int size)
 }
 
 /* Every count of a kind and dtype, with the reductions in turn or all. */
-static void do_counts(struct rank *r, fsdp_group *group, fsdp_op_kind kind, enum dtype type,
-                      const int64_t *counts, int n, int all_ops)
+static void do_counts(struct rank *r, fsdp_group *group, fsdp_op_kind kind, enum dtype type, const int64_t *counts,
+                      int n, int all_ops)
 {
     static _Thread_local uint64_t seed;
     for (int i = 0; i < n; i++) {
@@ -58,12 +58,12 @@ static void every_kind(struct rank *r)
     fsdp_group_release(group);
 }
 
-#define BOTH_ROUTES(size, fn, bytes)                                                                         \
-    do {                                                                                                     \
-        for (enum way route_ = STAGED; route_ <= DIRECT; route_++) {                                         \
-            struct setting setting_ = {route_, bytes};                                                       \
-            ranks_run(size, fn, &setting_);                                                                  \
-        }                                                                                                    \
+#define BOTH_ROUTES(size, fn, bytes)                                                                                   \
+    do {                                                                                                               \
+        for (enum way route_ = STAGED; route_ <= DIRECT; route_++) {                                                   \
+            struct setting setting_ = {route_, bytes};                                                                 \
+            ranks_run(size, fn, &setting_);                                                                            \
+        }                                                                                                              \
     } while (0)
 
 Test(collectives, every_kind_dtype_and_reduction_alone)
@@ -202,11 +202,8 @@ static void in_place(struct rank *r)
     for (int k = 0; k < 8; k++)
         for (int t = 0; t < 3; t++)
             for (int i = 0; i < 5 && job_can_be_in_place(job_kinds[k]); i++) {
-                struct job job = {.kind = job_kinds[k],
-                                  .type = types[t],
-                                  .count = counts[i],
-                                  .in_place = 1,
-                                  .seed = ++seed};
+                struct job job = {
+                    .kind = job_kinds[k], .type = types[t], .count = counts[i], .in_place = 1, .seed = ++seed};
                 if (job_has_root(job.kind)) job.root = (int)(seed % (uint64_t)r->size);
                 job_do(&job, r, group);
                 job.uneven = job_can_be_uneven(job.kind);
@@ -235,11 +232,8 @@ static void uneven_rows(struct rank *r)
         for (int i = 0; i < 5 && job_can_be_uneven(job_kinds[k]); i++)
             for (int n = 0; n < (counts[i] < 1000 && !SANITIZED ? 12 : 3); n++) {
                 seed++;
-                struct job job = {.kind = job_kinds[k],
-                                  .type = types[seed % 4],
-                                  .count = counts[i],
-                                  .uneven = 1,
-                                  .seed = seed};
+                struct job job = {
+                    .kind = job_kinds[k], .type = types[seed % 4], .count = counts[i], .uneven = 1, .seed = seed};
                 job_do(&job, r, group);
             }
     fsdp_group_release(group);
@@ -262,11 +256,8 @@ static void every_root(struct rank *r)
         for (int root = 0; root < r->size && job_has_root(job_kinds[k]); root++)
             for (int i = 0; i < 4; i++)
                 for (int n = 0; n < 3; n++) { /* with and without the tensors that a rank does not use */
-                    struct job job = {.kind = job_kinds[k],
-                                      .type = DTYPE_F32,
-                                      .count = counts[i],
-                                      .root = root,
-                                      .seed = ++seed};
+                    struct job job = {
+                        .kind = job_kinds[k], .type = DTYPE_F32, .count = counts[i], .root = root, .seed = ++seed};
                     job_do(&job, r, group);
                 }
     fsdp_group_release(group);
@@ -310,11 +301,7 @@ static void same_bits(struct rank *r)
             uint64_t state = (uint64_t)r->rank + 1;
             for (size_t i = 0; i < SUMMED; i++) element_random(types[t], in + i * size, &state);
             int64_t shape[] = {SUMMED};
-            DLTensor a = {.data = in,
-                          .device = {kDLCPU, 0},
-                          .ndim = 1,
-                          .dtype = dtype_to_dl(types[t]),
-                          .shape = shape},
+            DLTensor a = {.data = in, .device = {kDLCPU, 0}, .ndim = 1, .dtype = dtype_to_dl(types[t]), .shape = shape},
                      b = a;
             b.data = out;
             OK(fsdp_all_reduce(group, &a, &b, FSDP_AVG, NULL));
@@ -331,8 +318,7 @@ Test(collectives, same_bits_on_every_rank_by_every_route_and_chunk_size)
     const struct summed *summed = (const void *)ranks_run(3, same_bits, NULL);
     for (int rank = 0; rank < 3; rank++)
         for (int s = 0; s < SOURCES; s++)
-            cr_assert_arr_eq(summed[rank].crc[s], summed[0].crc[0], sizeof summed->crc[0], "rank %d, way %d",
-                             rank, s);
+            cr_assert_arr_eq(summed[rank].crc[s], summed[0].crc[0], sizeof summed->crc[0], "rank %d, way %d", rank, s);
 }
 
 static uint16_t bf16(float x)
@@ -360,16 +346,10 @@ static void one_rounding(struct rank *r)
             int64_t whole[] = {r->size, count}, part[] = {count};
             for (int n = 0; n < r->size; n++)
                 for (int i = 0; i < count; i++) in[n * count + i] = bf16(r->rank == large_one ? 256 : 1);
-            DLTensor a = {.data = in,
-                          .device = {kDLCPU, 0},
-                          .ndim = 2,
-                          .dtype = dtype_to_dl(DTYPE_BF16),
-                          .shape = whole};
-            DLTensor b = {.data = out,
-                          .device = {kDLCPU, 0},
-                          .ndim = 1,
-                          .dtype = dtype_to_dl(DTYPE_BF16),
-                          .shape = part};
+            DLTensor a = {
+                .data = in, .device = {kDLCPU, 0}, .ndim = 2, .dtype = dtype_to_dl(DTYPE_BF16), .shape = whole};
+            DLTensor b = {
+                .data = out, .device = {kDLCPU, 0}, .ndim = 1, .dtype = dtype_to_dl(DTYPE_BF16), .shape = part};
             OK(fsdp_reduce_scatter(group, &a, &b, FSDP_SUM, NULL));
             for (int i = 0; i < count; i++)
                 CHECK(out[i] == bf16(260), "256 on rank %d: element %d is %#x", large_one, i, out[i]);
@@ -377,11 +357,7 @@ static void one_rounding(struct rank *r)
         /* The sum is above f16's range, the mean is not. */
         int64_t part[] = {count};
         for (int i = 0; i < count; i++) in[i] = f16(40000);
-        DLTensor a = {.data = in,
-                      .device = {kDLCPU, 0},
-                      .ndim = 1,
-                      .dtype = dtype_to_dl(DTYPE_F16),
-                      .shape = part},
+        DLTensor a = {.data = in, .device = {kDLCPU, 0}, .ndim = 1, .dtype = dtype_to_dl(DTYPE_F16), .shape = part},
                  b = a;
         b.data = out;
         OK(fsdp_all_reduce(group, &a, &b, FSDP_AVG, NULL));
@@ -412,23 +388,19 @@ static void refusals(struct rank *r)
     fsdp_group *group = rank_group(r, ANY_ROUTE, 0);
     int n = r->size;
     float data[64] = {0};
-    int64_t four[] = {4}, all[] = {4 * n}, two_by_two[] = {2, 2}, expanded[] = {0, 1}, back[] = {-1},
-            mixed[] = {1, 1};
+    int64_t four[] = {4}, all[] = {4 * n}, two_by_two[] = {2, 2}, expanded[] = {0, 1}, back[] = {-1}, mixed[] = {1, 1};
     DLTensor part = tensor(data, DTYPE_F32, 1, four, NULL), whole = tensor(data + 4, DTYPE_F32, 1, all, NULL);
     DLTensor copy = tensor(data + 40, DTYPE_F32, 1, four, NULL);
     DLTensor wide = tensor(data + 40, DTYPE_F32, 2, two_by_two, expanded),
              twins = tensor(data + 40, DTYPE_F32, 2, two_by_two, mixed);
-    DLTensor reversed = tensor(data + 43, DTYPE_F32, 1, four, back),
-             ints = tensor(data + 40, DTYPE_I32, 1, four, NULL);
-    DLTensor inside = tensor(data + 5, DTYPE_F32, 1, four, NULL),
-             square = tensor(data, DTYPE_F32, 2, two_by_two, NULL);
+    DLTensor reversed = tensor(data + 43, DTYPE_F32, 1, four, back), ints = tensor(data + 40, DTYPE_I32, 1, four, NULL);
+    DLTensor inside = tensor(data + 5, DTYPE_F32, 1, four, NULL), square = tensor(data, DTYPE_F32, 2, two_by_two, NULL);
 
     /* Only some ranks make the refused call: it takes no place in the order. */
     for (int turn = 0; turn < 2; turn++) {
         if (turn == 0 || r->rank == 0) {
             REFUSED(fsdp_all_reduce(group, &square, &wide, FSDP_SUM, NULL), FSDP_ERR_INVALID, "share memory");
-            REFUSED(fsdp_all_reduce(group, &square, &twins, FSDP_SUM, NULL), FSDP_ERR_INVALID,
-                    "share memory");
+            REFUSED(fsdp_all_reduce(group, &square, &twins, FSDP_SUM, NULL), FSDP_ERR_INVALID, "share memory");
             REFUSED(fsdp_all_reduce(group, &part, &reversed, FSDP_SUM, NULL), FSDP_ERR_INVALID, "negative");
             REFUSED(fsdp_all_reduce(group, &part, &ints, FSDP_SUM, NULL), FSDP_ERR_INVALID, "dtype");
             REFUSED(fsdp_all_reduce(group, &part, &square, FSDP_SUM, NULL), FSDP_ERR_INVALID, "shape");
@@ -444,10 +416,8 @@ static void refusals(struct rank *r)
             REFUSED(fsdp_broadcast(group, &part, -1, NULL), FSDP_ERR_INVALID, "root");
             int64_t rows[RANKS_MAX] = {[0] = 1}, negative[RANKS_MAX] = {-1, 5};
             REFUSED(fsdp_all_gather_v(group, &part, &whole, rows, NULL), FSDP_ERR_INVALID, "rows");
-            REFUSED(fsdp_reduce_scatter_v(group, &whole, &part, negative, FSDP_SUM, NULL), FSDP_ERR_INVALID,
-                    "rows");
-            REFUSED(fsdp_all_to_all_v(group, &part, &copy, rows, NULL, NULL), FSDP_ERR_INVALID,
-                    "output_rows");
+            REFUSED(fsdp_reduce_scatter_v(group, &whole, &part, negative, FSDP_SUM, NULL), FSDP_ERR_INVALID, "rows");
+            REFUSED(fsdp_all_to_all_v(group, &part, &copy, rows, NULL, NULL), FSDP_ERR_INVALID, "output_rows");
         }
         OK(fsdp_barrier(group, NULL));
         struct job job = {.kind = FSDP_OP_ALL_GATHER, .type = DTYPE_F32, .count = 77, .seed = 3};
@@ -471,8 +441,7 @@ static void columns(struct rank *r)
     fsdp_group *group = rank_group(r, ANY_ROUTE, 0);
     float m[2][2] = {{(float)r->rank + 1, -1}, {(float)r->rank + 10, -2}};
     int64_t shape[] = {2}, strides[] = {2};
-    DLTensor in = tensor(&m[0][0], DTYPE_F32, 1, shape, strides),
-             out = tensor(&m[0][1], DTYPE_F32, 1, shape, strides);
+    DLTensor in = tensor(&m[0][0], DTYPE_F32, 1, shape, strides), out = tensor(&m[0][1], DTYPE_F32, 1, shape, strides);
     OK(fsdp_all_reduce(group, &in, &out, FSDP_SUM, NULL));
     CHECK(m[0][0] == (float)r->rank + 1 && m[1][0] == (float)r->rank + 10, "the input changed");
     CHECK(m[0][1] == 3 && m[1][1] == 21, "%g %g", (double)m[0][1], (double)m[1][1]);
@@ -550,8 +519,7 @@ static void huge(struct rank *r)
         CHECK(data[marks[i]] == i + 1, "broadcast: byte %lld is %d", (long long)marks[i], data[marks[i]]);
     OK(fsdp_all_reduce(staged, &t, &t, FSDP_SUM, NULL));
     for (int i = 0; i < 6; i++)
-        CHECK(data[marks[i]] == 2 * i + 2, "all_reduce: byte %lld is %d", (long long)marks[i],
-              data[marks[i]]);
+        CHECK(data[marks[i]] == 2 * i + 2, "all_reduce: byte %lld is %d", (long long)marks[i], data[marks[i]]);
     /* In place: rank 1 brings the last three bytes. */
     char first = data[0];
     if (r->rank == 1) {

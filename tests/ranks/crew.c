@@ -85,8 +85,7 @@ void crew_fail(const char *file, int line, const char *cond, const char *fmt, ..
 {
     struct verdict *v = &shared->verdicts[own_rank >= 0 ? own_rank : 0];
     const char *base = strrchr(file, '/');
-    size_t used =
-        (size_t)snprintf(v->text, sizeof v->text, "%s:%d: %s: ", base ? base + 1 : file, line, cond);
+    size_t used = (size_t)snprintf(v->text, sizeof v->text, "%s:%d: %s: ", base ? base + 1 : file, line, cond);
     va_list args;
     va_start(args, fmt);
     if (used < sizeof v->text) vsnprintf(v->text + used, sizeof v->text - used, fmt, args);
@@ -194,15 +193,15 @@ void crew_join(int patience_ms)
             ranks[r].pid = 0;
             int killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
             if ((ranks[r].mortal && killed) || (status == 0 && shared->verdicts[r].finished)) continue;
-            used += (size_t)snprintf(trouble + used, sizeof trouble - used, "rank %d ended with %x: %.900s\n",
-                                     r, (unsigned)status, shared->verdicts[r].text);
+            used += (size_t)snprintf(trouble + used, sizeof trouble - used, "rank %d ended with %x: %.900s\n", r,
+                                     (unsigned)status, shared->verdicts[r].text);
         }
         if (!left) break;
         if (crew_now_ms() > until) {
             for (int r = 0; r < CREW_MAX; r++)
                 if (ranks[r].pid > 0 && used < sizeof trouble - 64)
-                    used += (size_t)snprintf(trouble + used, sizeof trouble - used,
-                                             "rank %d is not done after %d ms\n", r, patience_ms);
+                    used += (size_t)snprintf(trouble + used, sizeof trouble - used, "rank %d is not done after %d ms\n",
+                                             r, patience_ms);
             break;
         }
         usleep(1000);
@@ -273,8 +272,7 @@ void crew_await(int flag, int count)
 {
     int64_t until = crew_now_ms() + 60000;
     while (atomic_load(&crew->flags[flag]) < count) {
-        CHECK(crew_now_ms() < until, "flag %d stays at %d, not %d", flag, atomic_load(&crew->flags[flag]),
-              count);
+        CHECK(crew_now_ms() < until, "flag %d stays at %d, not %d", flag, atomic_load(&crew->flags[flag]), count);
         usleep(200);
     }
 }
@@ -286,8 +284,7 @@ static int32_t table_set(void *user, const char *key, const void *value, size_t 
     char whole[192];
     snprintf(whole, sizeof whole, "%s/%s", (const char *)user, key);
     int at = atomic_fetch_add(&shared->n_keys, 1);
-    if (at >= (int)(sizeof shared->keys / sizeof *shared->keys) || bytes > sizeof shared->keys[0].value)
-        return -1;
+    if (at >= (int)(sizeof shared->keys / sizeof *shared->keys) || bytes > sizeof shared->keys[0].value) return -1;
     memcpy(shared->keys[at].key, whole, sizeof whole);
     memcpy(shared->keys[at].value, value, bytes);
     shared->keys[at].bytes = bytes;
@@ -295,8 +292,7 @@ static int32_t table_set(void *user, const char *key, const void *value, size_t 
     return 0;
 }
 
-static int32_t table_get(void *user, const char *key, void *buffer, size_t capacity, size_t *bytes,
-                         int64_t timeout_ms)
+static int32_t table_get(void *user, const char *key, void *buffer, size_t capacity, size_t *bytes, int64_t timeout_ms)
 {
     char whole[192];
     snprintf(whole, sizeof whole, "%s/%s", (const char *)user, key);
@@ -380,15 +376,13 @@ DLTensor *crew_tensor(void *data, DLDataType dtype, int64_t count)
     static _Thread_local int next;
     int i = next++ % 16;
     pool[i].shape[0] = count;
-    pool[i].tensor =
-        (DLTensor){.data = data, .device = {kDLCPU, 0}, .ndim = 1, .dtype = dtype, .shape = pool[i].shape};
+    pool[i].tensor = (DLTensor){.data = data, .device = {kDLCPU, 0}, .ndim = 1, .dtype = dtype, .shape = pool[i].shape};
     return &pool[i].tensor;
 }
 
 float *crew_floats(int64_t count, float value)
 {
-    float *p =
-        mmap(NULL, (size_t)count * sizeof *p + 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    float *p = mmap(NULL, (size_t)count * sizeof *p + 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(p != MAP_FAILED, "no memory");
     for (int64_t i = 0; i < count; i++) p[i] = value;
     return p;
@@ -399,8 +393,7 @@ void crew_group_works(fsdp_group *group, int rank, int n)
     float in[5], out[5] = {0};
     for (int i = 0; i < 5; i++) in[i] = (float)(rank + 1) * (float)(i + 1);
     OK(fsdp_all_reduce(group, crew_tensor(in, F32, 5), crew_tensor(out, F32, 5), FSDP_SUM, NULL));
-    for (int i = 0; i < 5; i++)
-        CHECK(out[i] == (float)(n * (n + 1) / 2 * (i + 1)), "out[%d] is %g", i, (double)out[i]);
+    for (int i = 0; i < 5; i++) CHECK(out[i] == (float)(n * (n + 1) / 2 * (i + 1)), "out[%d] is %g", i, (double)out[i]);
 }
 
 int crew_entries(const char *folder)

@@ -24,15 +24,15 @@ struct crew_shared {
 extern struct crew_shared *crew;
 
 /* In a rank. Failing ends the rank's process; in crew_threads, the whole test process. */
-#define CHECK(cond, ...)                                                                                     \
-    do {                                                                                                     \
-        if (!(cond)) crew_fail(__FILE__, __LINE__, #cond, __VA_ARGS__);                                      \
+#define CHECK(cond, ...)                                                                                               \
+    do {                                                                                                               \
+        if (!(cond)) crew_fail(__FILE__, __LINE__, #cond, __VA_ARGS__);                                                \
     } while (0)
 void crew_fail(const char *file, int line, const char *cond, const char *fmt, ...)
     __attribute__((noreturn, format(printf, 4, 5)));
 
 /* The call returned `status`, and what it said holds every one of the texts (NULL ends). */
-#define EXPECT(call, status, ...)                                                                            \
+#define EXPECT(call, status, ...)                                                                                      \
     crew_expect(__FILE__, __LINE__, #call, (call), (status), (const char *[]){__VA_ARGS__, NULL})
 #define OK(call) crew_expect(__FILE__, __LINE__, #call, (call), FSDP_OK, (const char *[]){NULL})
 void crew_expect(const char *file, int line, const char *call, fsdp_status got, fsdp_status want,

@@ -71,8 +71,7 @@ static void expect_lost(fsdp_status got, int rank, const char *how, const char *
 
 static void tell_time(const char *what)
 {
-    fprintf(stderr, "TIME %-46s noticed after at most %lld ms\n", what,
-            (long long)atomic_load(&crew->numbers[0]));
+    fprintf(stderr, "TIME %-46s noticed after at most %lld ms\n", what, (long long)atomic_load(&crew->numbers[0]));
     atomic_store(&crew->numbers[0], 0);
 }
 
@@ -147,8 +146,7 @@ static void late_message(int rank)
         EXPECT(fsdp_recv(group, crew_tensor(data, F32, 4), 0, 5, NULL), FSDP_ERR_TIMEOUT, "rank 1", "tag 5");
     } else {
         int64_t begin = crew_now_ms();
-        EXPECT(fsdp_send(group, crew_tensor(data, F32, 4), 1, 5, NULL), FSDP_ERR_TIMEOUT, "rank 1", "tag 5",
-               "send");
+        EXPECT(fsdp_send(group, crew_tensor(data, F32, 4), 1, 5, NULL), FSDP_ERR_TIMEOUT, "rank 1", "tag 5", "send");
         CHECK(culprit() == 1, "rank_a is %d", culprit());
         CHECK(crew_now_ms() - begin < 2300, "it took %lld ms", (long long)(crew_now_ms() - begin));
         crew_raise(0);
@@ -167,8 +165,8 @@ static void any_message(int rank)
     fsdp_group *group = crew_group(rank, 2, &options);
     float data[4] = {0};
     if (rank == 0) {
-        EXPECT(fsdp_recv(group, crew_tensor(data, F32, 4), FSDP_ANY_RANK, 5, NULL), FSDP_ERR_TIMEOUT,
-               "any rank", "tag 5");
+        EXPECT(fsdp_recv(group, crew_tensor(data, F32, 4), FSDP_ANY_RANK, 5, NULL), FSDP_ERR_TIMEOUT, "any rank",
+               "tag 5");
         crew_raise(0);
     } else {
         crew_await(0, 1);
@@ -197,8 +195,7 @@ static void traffic(int rank)
         while (got == FSDP_OK && crew_now_ms() < begin + 4000) {
             DLTensor *t = crew_tensor(data, F32, 4);
             got = rank == 0 ? fsdp_send(group, t, 1, 1, NULL) : fsdp_recv(group, t, 0, 1, NULL);
-            if (got == FSDP_OK)
-                got = rank == 0 ? fsdp_recv(group, t, 1, 1, NULL) : fsdp_send(group, t, 0, 1, NULL);
+            if (got == FSDP_OK) got = rank == 0 ? fsdp_recv(group, t, 1, 1, NULL) : fsdp_send(group, t, 0, 1, NULL);
         }
         EXPECT(got, FSDP_ERR_TIMEOUT, "tag 9", "rank 2");
         CHECK(crew_now_ms() - begin < 2500, "it took %lld ms", (long long)(crew_now_ms() - begin));
@@ -392,12 +389,11 @@ static void die_in_transfer(int rank)
             got = fsdp_all_gather(group, crew_tensor(in, F32, part), crew_tensor(out, F32, 3 * part), NULL);
             break;
         case 2:
-            got = fsdp_reduce_scatter(group, crew_tensor(in, F32, 3 * part), crew_tensor(out, F32, part),
-                                      FSDP_AVG, NULL);
+            got =
+                fsdp_reduce_scatter(group, crew_tensor(in, F32, 3 * part), crew_tensor(out, F32, part), FSDP_AVG, NULL);
             break;
         default:
-            got =
-                fsdp_all_to_all(group, crew_tensor(in, F32, 3 * part), crew_tensor(out, F32, 3 * part), NULL);
+            got = fsdp_all_to_all(group, crew_tensor(in, F32, 3 * part), crew_tensor(out, F32, 3 * part), NULL);
             break;
         }
     }
@@ -555,8 +551,8 @@ static void die_in_making(int rank)
         CHECK(culprit() == 1, "rank_a is %d: %s", culprit(), fsdp_last_error());
         CHECK(ms < SOON_MS, "noticed after %lld ms: %s", (long long)ms, fsdp_last_error());
     } else { /* it has told nobody that it is there, so its end can't be told from being late */
-        CHECK(got == FSDP_ERR_TIMEOUT && ms < 3500, "%s after %lld ms: %s", fsdp_status_name(got),
-              (long long)ms, fsdp_last_error());
+        CHECK(got == FSDP_ERR_TIMEOUT && ms < 3500, "%s after %lld ms: %s", fsdp_status_name(got), (long long)ms,
+              fsdp_last_error());
     }
     fsdp_group_release(group);
     fsdp_store_release(store);
@@ -690,8 +686,7 @@ static void ordinary_end(int rank)
             break;
         case 3: {
             float all[3 * 2048];
-            OK(fsdp_gather(group, crew_tensor(data, F32, count), crew_tensor(all, F32, 3 * count), i % 3,
-                           NULL));
+            OK(fsdp_gather(group, crew_tensor(data, F32, count), crew_tensor(all, F32, 3 * count), i % 3, NULL));
             break;
         }
         default:
@@ -901,8 +896,7 @@ static void in_child(fsdp_group *group, fsdp_work *work, fsdp_model *model, fsdp
     REFUSED(fsdp_model_zero_grad(model));
     REFUSED(fsdp_model_reset(model));
     REFUSED(fsdp_model_memory(model, &memory));
-    CHECK(((float *)full->dl_tensor.data)[0] == 3, "the child reads %g",
-          (double)((float *)full->dl_tensor.data)[0]);
+    CHECK(((float *)full->dl_tensor.data)[0] == 3, "the child reads %g", (double)((float *)full->dl_tensor.data)[0]);
     ((float *)full->dl_tensor.data)[0] = 99; /* its own copy */
     full->deleter(full);
     fsdp_work_release(work);
@@ -927,8 +921,7 @@ static void with_children(int rank)
 {
     fsdp_group_options options = crew_options(10000, direct);
     fsdp_group *group = crew_group(rank, 2, &options);
-    fsdp_model_options shape = {
-        .struct_size = sizeof shape, .private_unshard = how, .no_reshard_after_forward = 1};
+    fsdp_model_options shape = {.struct_size = sizeof shape, .private_unshard = how, .no_reshard_after_forward = 1};
     fsdp_model *model = NULL;
     fsdp_unit *unit = NULL;
     float values[8] = {3, 3, 3, 3, 3, 3, 3, 3};
@@ -953,8 +946,7 @@ static void with_children(int rank)
         OK(fsdp_send(group, crew_tensor(data, F32, 4), 0, 4, &message));
     }
     fflush(NULL);
-    if (SANITIZED)
-        crew_sleep_ms(100); /* its allocator does not survive a fork while another thread is in it */
+    if (SANITIZED) crew_sleep_ms(100); /* its allocator does not survive a fork while another thread is in it */
     pid_t child = fork();
     CHECK(child >= 0, "fork");
     if (child == 0) {
@@ -1320,8 +1312,8 @@ static void scribble(int rank)
         int place = how % 4;
         for (int64_t until = crew_now_ms() + 500; crew_now_ms() < until && atomic_load(&crew->flags[1]) < 2;)
             for (int i = 0; i < 2000; i++) {
-                size_t at = (size_t)rand_r(&seed) %
-                            (i % 4 ? (sizes[place] < 2048 ? sizes[place] : 2048) : sizes[place]);
+                size_t at =
+                    (size_t)rand_r(&seed) % (i % 4 ? (sizes[place] < 2048 ? sizes[place] : 2048) : sizes[place]);
                 places[place][at] = (char)rand_r(&seed);
             }
         crew_await(1, 2);
@@ -1334,23 +1326,19 @@ static void scribble(int rank)
         for (int r = 0; r < 3; r++) back[r] = each[rank];
         switch (i % 7) {
         case 0:
-            got = fsdp_all_reduce(group, crew_tensor(in, F32, COUNT), crew_tensor(out, F32, COUNT), FSDP_SUM,
-                                  NULL);
+            got = fsdp_all_reduce(group, crew_tensor(in, F32, COUNT), crew_tensor(out, F32, COUNT), FSDP_SUM, NULL);
             break;
         case 1:
-            got = fsdp_all_gather_v(group, crew_tensor(in, F32, each[rank]), crew_tensor(out, F32, COUNT),
-                                    each, NULL);
+            got = fsdp_all_gather_v(group, crew_tensor(in, F32, each[rank]), crew_tensor(out, F32, COUNT), each, NULL);
             break;
         case 2:
-            got = fsdp_reduce_scatter(group, crew_tensor(in, F32, 30), crew_tensor(out, F32, 10), FSDP_SUM,
-                                      NULL);
+            got = fsdp_reduce_scatter(group, crew_tensor(in, F32, 30), crew_tensor(out, F32, 10), FSDP_SUM, NULL);
             break;
         case 3:
             got = fsdp_barrier(group, NULL);
             break;
         case 5: /* with the exchange; its last byte is the output's last */
-            got = fsdp_all_gather(group, crew_tensor(in, F32, 250), crew_tensor(out + COUNT - 750, F32, 750),
-                                  NULL);
+            got = fsdp_all_gather(group, crew_tensor(in, F32, 250), crew_tensor(out + COUNT - 750, F32, 750), NULL);
             break;
         case 4: {
             DLTensor *t = crew_tensor(out, F32, 9000);
@@ -1365,8 +1353,8 @@ static void scribble(int rank)
         }
         default:
             if (back[0] * 3 > COUNT) back[0] = back[1] = back[2] = 1000;
-            got = fsdp_all_to_all_v(group, crew_tensor(in, F32, COUNT), crew_tensor(out, F32, back[0] * 3),
-                                    each, back, NULL);
+            got = fsdp_all_to_all_v(group, crew_tensor(in, F32, COUNT), crew_tensor(out, F32, back[0] * 3), each, back,
+                                    NULL);
         }
         CHECK(crew_now_ms() < limit, "it took %lld ms", (long long)(crew_now_ms() - begin));
     }

@@ -49,8 +49,8 @@ static void add_microbatch(struct sums *s, uint64_t seed, int size, int m, int s
 }
 
 /* Give this rank's gradients; strided where `strided`: every other element of a larger array. */
-static fsdp_status give_gradients(const struct host_unit *u, uint64_t seed, int m, int strided,
-                                  fsdp_work **work, char *memory)
+static fsdp_status give_gradients(const struct host_unit *u, uint64_t seed, int m, int strided, fsdp_work **work,
+                                  char *memory)
 {
     DLTensor tensors[TRAINED];
     int64_t strides[TRAINED][4];
@@ -58,8 +58,7 @@ static fsdp_status give_gradients(const struct host_unit *u, uint64_t seed, int 
     for (int i = 0; i < TRAINED; i++) {
         if (!has_gradient(seed, u->rank, m, i)) continue;
         tensors[i] = view(memory + i * MOST * 16, trained[i].type, trained[i].ndim, trained[i].shape);
-        for (int64_t d = trained[i].ndim - 1, step = 2; d >= 0; step *= trained[i].shape[d], d--)
-            strides[i][d] = step;
+        for (int64_t d = trained[i].ndim - 1, step = 2; d >= 0; step *= trained[i].shape[d], d--) strides[i][d] = step;
         if (strided) tensors[i].strides = strides[i];
         double values[MOST];
         for (int64_t k = 0; k < spec_count(&trained[i]); k++) values[k] = gradient(u->rank, m, i, k);
@@ -78,8 +77,8 @@ static void expect_sums(const struct host_unit *u, const struct sums *s, const c
         double got[MOST];
         get_doubles(&u->grad[i]->dl_tensor, got);
         for (int64_t k = 0; k < count; k++)
-            CHECK(got[k] == s->held[i][begin + k], "%s: gradient of '%s' at %lld is %g, not %g", when,
-                  trained[i].name, (long long)(begin + k), got[k], s->held[i][begin + k]);
+            CHECK(got[k] == s->held[i][begin + k], "%s: gradient of '%s' at %lld is %g, not %g", when, trained[i].name,
+                  (long long)(begin + k), got[k], s->held[i][begin + k]);
     }
 }
 
@@ -97,8 +96,7 @@ static void rank_gradients(struct rank *r)
             struct sums sums = {0};
             OK(fsdp_model_zero_grad(model));
             char when[96];
-            snprintf(when, sizeof when, "%s, way %d, FSDP_TEST_SEED=%llu", schedules[c], how,
-                     (unsigned long long)seed);
+            snprintf(when, sizeof when, "%s, way %d, FSDP_TEST_SEED=%llu", schedules[c], how, (unsigned long long)seed);
             int length = (int)strlen(schedules[c]);
             char *memory = calloc(MOST * 16 * TRAINED, (size_t)length);
             for (int m = 0; m < length; m++) {
@@ -108,8 +106,7 @@ static void rank_gradients(struct rank *r)
                 OK(fsdp_unit_post_forward(u.unit));
                 OK(fsdp_unit_pre_backward(u.unit));
                 fsdp_work *work = NULL;
-                OK(give_gradients(&u, seed, m, how == 1, how >= 2 ? &work : NULL,
-                                  memory + MOST * 16 * TRAINED * m));
+                OK(give_gradients(&u, seed, m, how == 1, how >= 2 ? &work : NULL, memory + MOST * 16 * TRAINED * m));
                 fsdp_work_release(work);
                 CHECK(state_of(&u) == FSDP_UNIT_SHARDED, "unsharded after backward");
                 if (m % 2) OK(fsdp_model_finish_backward(model)); /* not needed between micro-batches */
@@ -146,8 +143,7 @@ static void rank_rounding(struct rank *r)
         double bf16[4], f16[4], f32[3];
         for (int k = 0; k < 4; k++) bf16[k] = r->rank == large ? 1024 : 3, f16[k] = 40000;
         for (int k = 0; k < 3; k++) f32[k] = (double)r->rank + 0.5;
-        DLTensor t[] = {view(memory[0], DTYPE_BF16, 1, specs[0].shape),
-                        view(memory[1], DTYPE_F16, 1, specs[1].shape),
+        DLTensor t[] = {view(memory[0], DTYPE_BF16, 1, specs[0].shape), view(memory[1], DTYPE_F16, 1, specs[1].shape),
                         view(memory[2], DTYPE_F32, 1, specs[2].shape)};
         set_doubles(&t[0], bf16);
         set_doubles(&t[1], f16);
@@ -204,8 +200,7 @@ static void rank_in_flight(struct rank *r)
         snprintf(names[i], 8, "w%d", i);
         specs[i] = (struct spec){names[i], DTYPE_F32, 2, {rows, row}, 0};
         host_unit_make(r, model, NULL, &specs[i], 1, i, &units[i]);
-        for (int micro = 0; micro < 2; micro++)
-            memory[micro][i] = malloc((size_t)(rows * row) * sizeof(float));
+        for (int micro = 0; micro < 2; micro++) memory[micro][i] = malloc((size_t)(rows * row) * sizeof(float));
     }
     for (int round = 0; round < 3; round++) {
         OK(fsdp_model_zero_grad(model));
@@ -214,8 +209,7 @@ static void rank_in_flight(struct rank *r)
                 fsdp_work *work;
                 OK(fsdp_unit_unshard(units[i].unit, &work));
                 fsdp_work_release(work);
-                for (int64_t k = 0; k < rows * row; k++)
-                    memory[micro][i][k] = (float)((k + i + r->rank) % 1000);
+                for (int64_t k = 0; k < rows * row; k++) memory[micro][i][k] = (float)((k + i + r->rank) % 1000);
                 DLTensor t = view(memory[micro][i], DTYPE_F32, 2, specs[i].shape);
                 const DLTensor *grads[] = {&t};
                 OK(fsdp_unit_post_backward(units[i].unit, grads, 1, &work));
@@ -233,8 +227,7 @@ static void rank_in_flight(struct rank *r)
                 for (int s = 0; s < r->size; s++) sum += (float)((begin + k + i + s) % 1000);
                 float want = sum / (float)r->size;
                 want += sum / (float)r->size;
-                CHECK(grad[k] == want, "unit %d at %lld: %g, not %g", i, (long long)k, (double)grad[k],
-                      (double)want);
+                CHECK(grad[k] == want, "unit %d at %lld: %g, not %g", i, (long long)k, (double)grad[k], (double)want);
             }
         }
     }
@@ -272,10 +265,8 @@ static void rank_refused(struct rank *r)
     /* Units. Each rank is refused by itself: nobody waits for it. */
     static const struct spec repeated[] = {{"new", DTYPE_F32, 1, {3}, 0}, {"new", DTYPE_F32, 1, {4}, 0}};
     static const struct spec taken[] = {{"new", DTYPE_F32, 1, {3}, 0}, {"h", DTYPE_F32, 1, {4}, 0}};
-    static const struct spec whole[] = {{"new", DTYPE_I32, 1, {3}, 0}},
-                             scalar[] = {{"new", DTYPE_F32, 0, {0}, 0}};
-    static const struct spec nameless[] = {{"", DTYPE_F32, 1, {3}, 0}},
-                             complex[] = {{"new", DTYPE_C64, 1, {3}, 0}};
+    static const struct spec whole[] = {{"new", DTYPE_I32, 1, {3}, 0}}, scalar[] = {{"new", DTYPE_F32, 0, {0}, 0}};
+    static const struct spec nameless[] = {{"", DTYPE_F32, 1, {3}, 0}}, complex[] = {{"new", DTYPE_C64, 1, {3}, 0}};
     fsdp_unit *unit = NULL;
     uint64_t before = operations_of(group);
     REFUSED(unit_try(model, "v", repeated, 2, 0, &unit), FSDP_ERR_INVALID, "both named 'new'");
@@ -292,8 +283,7 @@ static void rank_refused(struct rank *r)
     one.reserved = 1;
     REFUSED(fsdp_unit_create(model, "v", &one, 1, &unit), FSDP_ERR_INVALID, "reserved");
     CHECK(!unit && operations_of(group) == before, "a refused call left something");
-    if (r->rank == r->size - 1)
-        REFUSED(unit_try(model, "v", whole, 1, 0, &unit), FSDP_ERR_UNSUPPORTED, "int32");
+    if (r->rank == r->size - 1) REFUSED(unit_try(model, "v", whole, 1, 0, &unit), FSDP_ERR_UNSUPPORTED, "int32");
 
     /* Gradients. */
     struct sums sums = {0};
@@ -311,11 +301,11 @@ static void rank_refused(struct rank *r)
         const DLTensor *grad;
         fsdp_status status;
         const char *word;
-    } refused[] = {{&wrong_shape, FSDP_ERR_INVALID,
-                    "grads[1] (of 'h') is (4, 3) bfloat16: it must be as the parameter, (3, 4)"},
-                   {&fewer, FSDP_ERR_INVALID, "(of 'h')"},
-                   {&wrong_type, FSDP_ERR_INVALID, "(of 'h')"},
-                   {&device, FSDP_ERR_UNSUPPORTED, "(of 'h')"}};
+    } refused[] = {
+        {&wrong_shape, FSDP_ERR_INVALID, "grads[1] (of 'h') is (4, 3) bfloat16: it must be as the parameter, (3, 4)"},
+        {&fewer, FSDP_ERR_INVALID, "(of 'h')"},
+        {&wrong_type, FSDP_ERR_INVALID, "(of 'h')"},
+        {&device, FSDP_ERR_UNSUPPORTED, "(of 'h')"}};
     for (int sync = 0; sync < 2; sync++) {
         OK(fsdp_model_set_gradient_sync(model, sync));
         fsdp_work *work = NULL;
@@ -331,8 +321,7 @@ static void rank_refused(struct rank *r)
     }
     REFUSED(fsdp_model_set_gradient_sync(model, 2), FSDP_ERR_INVALID, "sync");
     CHECK(operations_of(group) == before, "operations");
-    OK(give_gradients(&u, 0, 1, 0, NULL,
-                      memory)); /* had a refused one been accumulated, it would show here */
+    OK(give_gradients(&u, 0, 1, 0, NULL, memory)); /* had a refused one been accumulated, it would show here */
     add_microbatch(&sums, 0, r->size, 1, 1, 1);
     expect_sums(&u, &sums, "after refusals");
     free(memory);
@@ -375,8 +364,8 @@ static void rank_differ(struct rank *r)
                     "create_unit of unit 'unit0'");
         REFUSED(unit_try(model, odd ? "other" : NULL, usual, 2, 0, &unit), FSDP_ERR_MISMATCH, "'other'");
         REFUSED(unit_try(model, NULL, usual, odd ? 1 : 2, 0, &unit), FSDP_ERR_MISMATCH, "unit0");
-        REFUSED(odd ? fsdp_barrier(group, NULL) : unit_try(model, NULL, usual, 2, 0, &unit),
-                FSDP_ERR_MISMATCH, "barrier");
+        REFUSED(odd ? fsdp_barrier(group, NULL) : unit_try(model, NULL, usual, 2, 0, &unit), FSDP_ERR_MISMATCH,
+                "barrier");
         CHECK(!unit, "an output was written");
 
         /* Options that differ are seen, too. */
@@ -389,8 +378,7 @@ static void rank_differ(struct rank *r)
         }
 
         fsdp_memory_info memory = memory_of(model);
-        CHECK(memory.shards == 0 && memory.unsharded == 0 && memory.total_parameters == 0,
-              "something is left of them");
+        CHECK(memory.shards == 0 && memory.unsharded == 0 && memory.total_parameters == 0, "something is left of them");
         struct host_unit u;
         host_unit_make(r, model, NULL, usual, 2, 4, &u);
         OK(fsdp_unit_pre_forward(u.unit));
@@ -411,8 +399,7 @@ Test(fsdp_gradient, units_that_differ_between_ranks_are_refused_everywhere)
 /* Calls that differ in the middle of an iteration: every rank hears of it, and reset makes good. */
 static void rank_hooks_differ(struct rank *r)
 {
-    static const struct spec first[] = {{"a", DTYPE_F32, 2, {9, 6}, 0}},
-                             second[] = {{"b", DTYPE_F32, 1, {5}, 0}};
+    static const struct spec first[] = {{"a", DTYPE_F32, 2, {9, 6}, 0}}, second[] = {{"b", DTYPE_F32, 1, {5}, 0}};
     fsdp_group *group = group_make(r, 0, 0);
     for (int o = 0; o < 2; o++) {
         fsdp_model *model = model_make(group, all_options[o]);
@@ -433,8 +420,7 @@ static void rank_hooks_differ(struct rank *r)
             }
             CHECK(state_of(&a) == FSDP_UNIT_SHARDED && state_of(&b) == FSDP_UNIT_SHARDED, "state");
             fsdp_memory_info after = memory_of(model);
-            CHECK(after.unsharded == before.unsharded && after.published_bytes == before.published_bytes,
-                  "counters");
+            CHECK(after.unsharded == before.unsharded && after.published_bytes == before.published_bytes, "counters");
             /* A reduction that differs, still under way at the end of backward. */
             const DLTensor *none[1] = {NULL};
             OK(fsdp_unit_post_backward(mine, none, 1, &work));

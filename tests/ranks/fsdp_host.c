@@ -135,8 +135,7 @@ void spec_part(const struct spec *spec, int rank, int size, int64_t *begin, int6
     *count = rows * row;
 }
 
-fsdp_status unit_try(fsdp_model *model, const char *name, const struct spec *specs, int n, int seed,
-                     fsdp_unit **out)
+fsdp_status unit_try(fsdp_model *model, const char *name, const struct spec *specs, int n, int seed, fsdp_unit **out)
 {
     fsdp_param params[HOST_PARAMS] = {0};
     DLTensor tensors[HOST_PARAMS];
@@ -148,18 +147,16 @@ fsdp_status unit_try(fsdp_model *model, const char *name, const struct spec *spe
         tensors[i] = view(malloc((size_t)(count + 1) * 8), specs[i].type, specs[i].ndim, specs[i].shape);
         set_doubles(&tensors[i], values);
         free(values);
-        params[i] = (fsdp_param){.struct_size = sizeof *params,
-                                 .name = specs[i].name,
-                                 .full = &tensors[i],
-                                 .frozen = specs[i].frozen};
+        params[i] = (fsdp_param){
+            .struct_size = sizeof *params, .name = specs[i].name, .full = &tensors[i], .frozen = specs[i].frozen};
     }
     fsdp_status status = fsdp_unit_create(model, name, params, n, out);
     for (int i = 0; i < n; i++) free(tensors[i].data);
     return status;
 }
 
-void host_unit_make(struct rank *r, fsdp_model *model, const char *name, const struct spec *specs, int n,
-                    int seed, struct host_unit *u)
+void host_unit_make(struct rank *r, fsdp_model *model, const char *name, const struct spec *specs, int n, int seed,
+                    struct host_unit *u)
 {
     *u = (struct host_unit){.n = n, .rank = r->rank, .size = r->size, .specs = specs};
     OK(unit_try(model, name, specs, n, seed, &u->unit));

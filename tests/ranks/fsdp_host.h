@@ -45,8 +45,7 @@ struct host_unit {
     fsdp_unit *unit;
     int n, rank, size;
     const struct spec *specs;
-    DLManagedTensorVersioned *full[HOST_PARAMS], *shard[HOST_PARAMS],
-        *grad[HOST_PARAMS]; /* grad NULL: frozen */
+    DLManagedTensorVersioned *full[HOST_PARAMS], *shard[HOST_PARAMS], *grad[HOST_PARAMS]; /* grad NULL: frozen */
 };
 
 /* direct_read as in fsdp_group_options. */
@@ -54,10 +53,9 @@ fsdp_group *group_make(struct rank *r, int direct_read, int64_t staging_bytes);
 fsdp_model *model_make(fsdp_group *group, const fsdp_model_options *options);
 
 /* Parameter i holds value_of(type, seed + i, element). */
-fsdp_status unit_try(fsdp_model *model, const char *name, const struct spec *specs, int n, int seed,
-                     fsdp_unit **out);
-void host_unit_make(struct rank *r, fsdp_model *model, const char *name, const struct spec *specs, int n,
-                    int seed, struct host_unit *u);
+fsdp_status unit_try(fsdp_model *model, const char *name, const struct spec *specs, int n, int seed, fsdp_unit **out);
+void host_unit_make(struct rank *r, fsdp_model *model, const char *name, const struct spec *specs, int n, int seed,
+                    struct host_unit *u);
 void host_unit_drop(struct host_unit *u); /* tensors and unit */
 int64_t spec_count(const struct spec *spec);
 int64_t spec_bytes(const struct spec *spec);

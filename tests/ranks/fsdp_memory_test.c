@@ -42,11 +42,11 @@ static struct bytes bytes_of(const struct spec *specs, int n, int rank, int size
     return b;
 }
 
-#define EXPECT(field, value)                                                                                 \
-    do {                                                                                                     \
-        fsdp_memory_info info_ = memory_of(model);                                                           \
-        CHECK(info_.field == (value), "%s: " #field " is %lld, not %lld",                                    \
-              options->private_unshard ? "private" : "shared", (long long)info_.field, (long long)(value));  \
+#define EXPECT(field, value)                                                                                           \
+    do {                                                                                                               \
+        fsdp_memory_info info_ = memory_of(model);                                                                     \
+        CHECK(info_.field == (value), "%s: " #field " is %lld, not %lld",                                              \
+              options->private_unshard ? "private" : "shared", (long long)info_.field, (long long)(value));            \
     } while (0)
 
 static fsdp_status give_ones(const struct host_unit *u, fsdp_work **work)
@@ -130,8 +130,7 @@ static void rank_counters(struct rank *r)
         CHECK(operations_of(group) == before, "unsynced gradients were sent");
         EXPECT(gradients, sum.trainable_shard + sum.wide);
         EXPECT(reduced_bytes, sum.trainable);
-        OK(fsdp_unit_pre_forward(
-            host[0].unit)); /* after a step, or not? no sync, no step: nothing is published */
+        OK(fsdp_unit_pre_forward(host[0].unit)); /* after a step, or not? no sync, no step: nothing is published */
         OK(fsdp_unit_post_forward(host[0].unit));
         OK(fsdp_model_set_gradient_sync(model, 1));
         for (int i = 0; i < UNITS; i++) {
@@ -239,8 +238,7 @@ static int64_t host_bytes(struct rank *r, fsdp_group *group)
 static void rank_pss(struct rank *r)
 {
     enum { FULL = 64 };
-    static const struct spec specs[] = {
-        {"w", DTYPE_F32, 2, {4096, 4096}, 1}}; /* frozen: no gradients to count */
+    static const struct spec specs[] = {{"w", DTYPE_F32, 2, {4096, 4096}, 1}}; /* frozen: no gradients to count */
     fsdp_group *group = group_make(r, 0, 0);
     float *ones = malloc(FULL * MIB);
     memset(ones, 0x3f, FULL * MIB);
@@ -282,11 +280,11 @@ static void rank_pss(struct rank *r)
         };
         for (size_t i = 0; i < sizeof stages / sizeof *stages; i++) {
             double got = (double)stages[i].got / (double)MIB;
-            int early = i == 0 && !private &&
-                        got < FULL + slack; /* reserved, not touched: the kernel may not count it */
+            int early =
+                i == 0 && !private && got < FULL + slack; /* reserved, not touched: the kernel may not count it */
             CHECK(early || (got > (double)(stages[i].want - slack) && got < (double)(stages[i].want + slack)),
-                  "%s, %s: %.1f MiB on the host, not %lld", private ? "private" : "shared", stages[i].when,
-                  got, (long long)stages[i].want);
+                  "%s, %s: %.1f MiB on the host, not %lld", private ? "private" : "shared", stages[i].when, got,
+                  (long long)stages[i].want);
         }
     }
     free(ones);
@@ -495,10 +493,8 @@ Test(fsdp_memory, every_allocation_may_fail)
             fsdp_status status = live_once(group, private);
             int used = heap.until < 0;
             heap.until = -1;
-            for (int i = 0; i < 1000 && heap.blocks > blocks; i++)
-                nap(100); /* works let go on the progress thread */
-            cr_assert(heap.blocks == blocks, "%d blocks are left after allocation %d failed",
-                      heap.blocks - blocks, at);
+            for (int i = 0; i < 1000 && heap.blocks > blocks; i++) nap(100); /* works let go on the progress thread */
+            cr_assert(heap.blocks == blocks, "%d blocks are left after allocation %d failed", heap.blocks - blocks, at);
             if (!used) break;
             failed++;
             cr_assert(status == FSDP_ERR_NOMEM, "allocation %d: %s", at, fsdp_last_error());

@@ -6,14 +6,11 @@
 
 TestSuite(fsdp, .timeout = RANKS_SECONDS + 30);
 
-static const enum dtype float_types[] = {DTYPE_F64,  DTYPE_F32,      DTYPE_F16,
-                                         DTYPE_BF16, DTYPE_F8E4M3FN, DTYPE_F8E5M2};
+static const enum dtype float_types[] = {DTYPE_F64, DTYPE_F32, DTYPE_F16, DTYPE_BF16, DTYPE_F8E4M3FN, DTYPE_F8E5M2};
 #define FLOAT_TYPES (int)(sizeof float_types / sizeof *float_types)
 
-static const fsdp_model_options shared_kept = {.no_reshard_after_forward = 1},
-                                in_private = {.private_unshard = 1},
-                                private_kept = {.private_unshard = 1, .no_reshard_after_forward = 1},
-                                shared = {0};
+static const fsdp_model_options shared_kept = {.no_reshard_after_forward = 1}, in_private = {.private_unshard = 1},
+                                private_kept = {.private_unshard = 1, .no_reshard_after_forward = 1}, shared = {0};
 static const fsdp_model_options *const all_options[] = {&shared, &in_private, &shared_kept, &private_kept};
 
 /* ---- tensors */
@@ -30,13 +27,10 @@ static void check_tensor(const DLManagedTensorVersioned *managed, const struct s
 {
     const DLTensor *t = &managed->dl_tensor;
     DLDataType type = dtype_to_dl(spec->type);
-    CHECK(t->ndim == spec->ndim && t->shape[0] == rows, "'%s' has %lld rows", spec->name,
-          (long long)t->shape[0]);
-    for (int d = 1; d < t->ndim; d++)
-        CHECK(t->shape[d] == spec->shape[d], "'%s' dimension %d", spec->name, d);
+    CHECK(t->ndim == spec->ndim && t->shape[0] == rows, "'%s' has %lld rows", spec->name, (long long)t->shape[0]);
+    for (int d = 1; d < t->ndim; d++) CHECK(t->shape[d] == spec->shape[d], "'%s' dimension %d", spec->name, d);
     CHECK(memcmp(&t->dtype, &type, sizeof type) == 0, "'%s' has another dtype", spec->name);
-    CHECK(t->strides && t->byte_offset == 0 && !(managed->flags & DLPACK_FLAG_BITMASK_READ_ONLY), "'%s'",
-          spec->name);
+    CHECK(t->strides && t->byte_offset == 0 && !(managed->flags & DLPACK_FLAG_BITMASK_READ_ONLY), "'%s'", spec->name);
     CHECK((elements(t) == 0) == (t->data == NULL), "'%s' data %p", spec->name, t->data);
     CHECK((uintptr_t)t->data % 64 == 0, "'%s' is not aligned", spec->name);
 }
@@ -70,8 +64,7 @@ static void rank_tensors(struct rank *r)
             }
             check_tensor(u.grad[i], &mixture[i], rows);
             get_doubles(&u.grad[i]->dl_tensor, values);
-            for (int64_t k = 0; k < count; k++)
-                CHECK(values[k] == 0, "gradient of '%s' is not zero", mixture[i].name);
+            for (int64_t k = 0; k < count; k++) CHECK(values[k] == 0, "gradient of '%s' is not zero", mixture[i].name);
         }
         DLManagedTensorVersioned *no = NULL;
         REFUSED(fsdp_unit_param_full(u.unit, MIXTURE, &no), FSDP_ERR_INVALID, "index");
@@ -111,8 +104,7 @@ static void rank_each_dtype(struct rank *r)
     fsdp_group *group = group_make(r, 0, 0);
     for (int o = 0; o < 2; o++)
         for (int t = 0; t < FLOAT_TYPES; t++) {
-            struct spec specs[] = {{"matrix", float_types[t], 2, {13, 9}, 0},
-                                   {"vector", float_types[t], 1, {7}, 0}};
+            struct spec specs[] = {{"matrix", float_types[t], 2, {13, 9}, 0}, {"vector", float_types[t], 1, {7}, 0}};
             fsdp_model *model = model_make(group, all_options[o]);
             struct host_unit u;
             host_unit_make(r, model, NULL, specs, 2, t, &u);
@@ -236,8 +228,7 @@ static void rank_outlive(struct rank *r)
             if (u.grad[i]) u.grad[i]->deleter(u.grad[i]);
         }
         pthread_t threads[MIXTURE]; /* the last one anywhere takes the unit, the model and the group along */
-        for (int i = 0; i < MIXTURE; i++)
-            CHECK(!pthread_create(&threads[i], NULL, drop_tensor, u.full[i]), "thread");
+        for (int i = 0; i < MIXTURE; i++) CHECK(!pthread_create(&threads[i], NULL, drop_tensor, u.full[i]), "thread");
         for (int i = 0; i < MIXTURE; i++) pthread_join(threads[i], NULL);
     }
 }
@@ -312,8 +303,8 @@ static void check_units(struct trial *t)
         fsdp_unit_state state = state_of(&t->units[i]);
         if (e->state == FSDP_UNIT_UNSHARDING) {
             pending = 1;
-            CHECK(state == FSDP_UNIT_UNSHARDING || state == FSDP_UNIT_UNSHARDED, "unit %d is sharded after%s",
-                  i, t->log);
+            CHECK(state == FSDP_UNIT_UNSHARDING || state == FSDP_UNIT_UNSHARDED, "unit %d is sharded after%s", i,
+                  t->log);
             continue;
         }
         CHECK(state == e->state, "unit %d is in state %d, not %d, after%s", i, state, e->state, t->log);
@@ -425,8 +416,7 @@ static void rank_states(struct rank *r)
         t->group = group;
         t->options = all_options[o];
         t->model = model_make(group, t->options);
-        t->logged =
-            (size_t)snprintf(t->log, 64, " (FSDP_TEST_SEED=%llu, options %d)", (unsigned long long)seed, o);
+        t->logged = (size_t)snprintf(t->log, 64, " (FSDP_TEST_SEED=%llu, options %d)", (unsigned long long)seed, o);
         host_unit_make(r, t->model, "first", first, 2, 0, &t->units[0]);
         host_unit_make(r, t->model, "second", second, 2, 1, &t->units[1]);
         t->operations = operations_of(group);
@@ -459,8 +449,7 @@ static void rank_ahead(struct rank *r)
     host_unit_make(r, model, "u", specs, 1, 0, &u);
     for (int round = 0; round < 6; round++) {
         OK(fsdp_unit_pre_forward(u.unit));
-        if (round % r->size !=
-            r->rank) /* all but one linger while that one goes on to the next publication */
+        if (round % r->size != r->rank) /* all but one linger while that one goes on to the next publication */
             for (int i = 0; i < 10; i++) {
                 expect_full(&u, round, "while a peer is ahead");
                 nap(300);
@@ -575,8 +564,7 @@ static void rank_dropped_elsewhere(struct rank *r)
         OK(fsdp_barrier(group, NULL)); /* all asynchronous works are complete */
         host_unit_drop(&kept);
         fsdp_memory_info memory = memory_of(model);
-        CHECK(memory.unsharded == 0 && memory.shards == 0, "%lld bytes are left",
-              (long long)memory.unsharded);
+        CHECK(memory.unsharded == 0 && memory.shards == 0, "%lld bytes are left", (long long)memory.unsharded);
         fsdp_model_release(model);
     }
     fsdp_group_release(group);

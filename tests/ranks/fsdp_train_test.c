@@ -42,8 +42,7 @@ static double *values_of(struct layer *l, int kind)
     return kind == BIAS ? l->b : l->w;
 }
 
-static void forward_layer(const struct plan *plan, int i, const struct layer *l, const double *x, double *y,
-                          int rows)
+static void forward_layer(const struct plan *plan, int i, const struct layer *l, const double *x, double *y, int rows)
 {
     int in = plan->width[i], out = plan->width[i + 1];
     for (int r = 0; r < rows; r++)
@@ -55,8 +54,8 @@ static void forward_layer(const struct plan *plan, int i, const struct layer *l,
 }
 
 /* dy, the gradient of y, becomes that of x. */
-static void backward_layer(const struct plan *plan, int i, const struct layer *l, struct layer *grad,
-                           const double *x, const double *y, double *dy, int rows)
+static void backward_layer(const struct plan *plan, int i, const struct layer *l, struct layer *grad, const double *x,
+                           const double *y, double *dy, int rows)
 {
     int in = plan->width[i], out = plan->width[i + 1];
     memset(grad, 0, sizeof *grad);
@@ -96,8 +95,8 @@ struct moments {
     double first[WIDE * WIDE], second[WIDE * WIDE];
 };
 
-static void update(const struct plan *plan, int step, double *values, const double *grad, struct moments *m,
-                   int64_t at, int64_t count)
+static void update(const struct plan *plan, int step, double *values, const double *grad, struct moments *m, int64_t at,
+                   int64_t count)
 {
     for (int64_t k = 0; k < count; k++) {
         double *first = &m->first[at + k], *second = &m->second[at + k], g = grad[k];
@@ -119,14 +118,13 @@ struct activations {
     double at[LAYERS + 1][ROWS * WIDE];
 };
 
-static void loss_gradient(const struct plan *plan, const struct activations *a, const double *targets,
-                          double *dy, int rows)
+static void loss_gradient(const struct plan *plan, const struct activations *a, const double *targets, double *dy,
+                          int rows)
 {
     int out = plan->width[plan->layers];
     for (int r = 0; r < rows; r++)
         for (int k = 0; k < out; k++)
-            dy[r * WIDE + k] =
-                (a->at[plan->layers][r * WIDE + k] - targets[r * WIDE + k]) / (plan->rows * out);
+            dy[r * WIDE + k] = (a->at[plan->layers][r * WIDE + k] - targets[r * WIDE + k]) / (plan->rows * out);
 }
 
 /* Rows of micro-batch m: cut as rows are cut over ranks. */
@@ -145,8 +143,7 @@ static void oracle(const struct plan *plan, enum dtype type, struct layer *layer
         for (int kind = 0; kind < KINDS; kind++) initial(plan, i, kind, values_of(&layers[i], kind));
     for (int step = 0; step < plan->steps; step++) {
         for (int r = 0; r < plan->rows; r++) data_row(plan, step, r, a->at[0] + r * WIDE, targets + r * WIDE);
-        for (int i = 0; i < plan->layers; i++)
-            forward_layer(plan, i, &layers[i], a->at[i], a->at[i + 1], plan->rows);
+        for (int i = 0; i < plan->layers; i++) forward_layer(plan, i, &layers[i], a->at[i], a->at[i + 1], plan->rows);
         loss_gradient(plan, a, targets, dy, plan->rows);
         for (int i = plan->layers - 1; i >= 0; i--) {
             backward_layer(plan, i, &layers[i], grad, a->at[i], a->at[i + 1], dy, plan->rows);
@@ -247,8 +244,7 @@ static void read_layer(struct host *h, int i)
 static void along_the_way(struct host *h, struct host_unit *u)
 {
     if (h->plan->naps && random_below(&h->own, 6) == 0) nap(random_below(&h->own, 300));
-    if (u && h->plan->edits && random_below(&h->own, 3) == 0)
-        scribble(u, &h->own); /* dropped by the reshard to come */
+    if (u && h->plan->edits && random_below(&h->own, 3) == 0) scribble(u, &h->own); /* dropped by the reshard to come */
 }
 
 static fsdp_status begin_unshard(struct host *h, int unit)
@@ -261,10 +257,10 @@ static fsdp_status begin_unshard(struct host *h, int unit)
 }
 
 /* Passes a failure on, so that broken iterations can be tried. */
-#define PASS(call)                                                                                           \
-    do {                                                                                                     \
-        fsdp_status status_ = (call);                                                                        \
-        if (status_ != FSDP_OK) return status_;                                                              \
+#define PASS(call)                                                                                                     \
+    do {                                                                                                               \
+        fsdp_status status_ = (call);                                                                                  \
+        if (status_ != FSDP_OK) return status_;                                                                        \
     } while (0)
 
 /* Units hold consecutive layers: unit_of only grows. */

@@ -7,9 +7,8 @@
 #define TABLE 4096
 #define EDGE 64 /* guard bytes on each side */
 
-const fsdp_op_kind job_kinds[8] = {FSDP_OP_ALL_GATHER, FSDP_OP_REDUCE_SCATTER, FSDP_OP_ALL_REDUCE,
-                                   FSDP_OP_REDUCE,     FSDP_OP_BROADCAST,      FSDP_OP_GATHER,
-                                   FSDP_OP_SCATTER,    FSDP_OP_ALL_TO_ALL};
+const fsdp_op_kind job_kinds[8] = {FSDP_OP_ALL_GATHER, FSDP_OP_REDUCE_SCATTER, FSDP_OP_ALL_REDUCE, FSDP_OP_REDUCE,
+                                   FSDP_OP_BROADCAST,  FSDP_OP_GATHER,         FSDP_OP_SCATTER,    FSDP_OP_ALL_TO_ALL};
 
 int job_reduces(fsdp_op_kind kind)
 {
@@ -18,8 +17,7 @@ int job_reduces(fsdp_op_kind kind)
 
 int job_has_root(fsdp_op_kind kind)
 {
-    return kind == FSDP_OP_REDUCE || kind == FSDP_OP_BROADCAST || kind == FSDP_OP_GATHER ||
-           kind == FSDP_OP_SCATTER;
+    return kind == FSDP_OP_REDUCE || kind == FSDP_OP_BROADCAST || kind == FSDP_OP_GATHER || kind == FSDP_OP_SCATTER;
 }
 
 int job_can_be_uneven(fsdp_op_kind kind)
@@ -69,8 +67,7 @@ void job_tables(void)
 
 static unsigned pick(uint64_t seed, int rank, int64_t index)
 {
-    uint64_t z =
-        (seed * 64 + (uint64_t)rank + 1) * 0x9e3779b97f4a7c15u + (uint64_t)index * 0xd6e8feb86659fd93u;
+    uint64_t z = (seed * 64 + (uint64_t)rank + 1) * 0x9e3779b97f4a7c15u + (uint64_t)index * 0xd6e8feb86659fd93u;
     z = (z ^ z >> 32) * 0xd6e8feb86659fd93u;
     return (unsigned)((z ^ z >> 32) % TABLE);
 }
@@ -108,18 +105,12 @@ static uint64_t integer_combine(enum dtype type, fsdp_reduce_op op, uint64_t a, 
 
 static float f32_combine(fsdp_reduce_op op, float a, float b)
 {
-    return op == FSDP_PROD  ? a * b
-           : op == FSDP_MIN ? (b < a ? b : a)
-           : op == FSDP_MAX ? (b > a ? b : a)
-                            : a + b;
+    return op == FSDP_PROD ? a * b : op == FSDP_MIN ? (b < a ? b : a) : op == FSDP_MAX ? (b > a ? b : a) : a + b;
 }
 
 static double f64_combine(fsdp_reduce_op op, double a, double b)
 {
-    return op == FSDP_PROD  ? a * b
-           : op == FSDP_MIN ? (b < a ? b : a)
-           : op == FSDP_MAX ? (b > a ? b : a)
-                            : a + b;
+    return op == FSDP_PROD ? a * b : op == FSDP_MIN ? (b < a ? b : a) : op == FSDP_MAX ? (b > a ? b : a) : a + b;
 }
 
 static void reduce_element(const struct job *job, int size, int64_t index, char *out)
@@ -254,22 +245,20 @@ static void view_place(struct view *v, const struct job *job, char *data, size_t
     v->dl.strides = layout == DENSE && choice & 2 ? NULL : v->strides;
 }
 
-static void view_make(struct view *v, const struct job *job, int64_t rank_of_values, const int64_t *shape,
-                      int ndim, enum layout layout, uint64_t salt)
+static void view_make(struct view *v, const struct job *job, int64_t rank_of_values, const int64_t *shape, int ndim,
+                      enum layout layout, uint64_t salt)
 {
     size_t size = dtype_size(job->type);
     view_shape(v, job->type, shape, ndim, layout);
     int64_t extent = view_extent(v);
-    size_t shift =
-        mix(job->seed, salt + 1) % 3 * size + (mix(job->seed, salt + 2) % 4 == 0); /* odd addresses too */
+    size_t shift = mix(job->seed, salt + 1) % 3 * size + (mix(job->seed, salt + 2) % 4 == 0); /* odd addresses too */
     v->bytes = (size_t)extent * size + 2 * EDGE + shift;
     v->block = malloc(v->bytes);
     CHECK(v->block, "no memory for %zu bytes", v->bytes);
     memset(v->block, 0xa5, v->bytes);
     char *data = v->block + EDGE + shift;
     for (int64_t i = 0; i < extent && rank_of_values >= 0; i++)
-        memcpy(data + (size_t)i * size, tables[job->type] + pick(job->seed, (int)rank_of_values, i) * size,
-               size);
+        memcpy(data + (size_t)i * size, tables[job->type] + pick(job->seed, (int)rank_of_values, i) * size, size);
     view_place(v, job, data, size, layout, salt);
 }
 
@@ -279,8 +268,7 @@ static void view_inside(struct view *v, const struct job *job, const struct view
 {
     size_t size = dtype_size(job->type);
     view_shape(v, job->type, shape, ndim, DENSE);
-    view_place(v, job, (char *)whole->dl.data + whole->dl.byte_offset + (size_t)begin * size, size, DENSE,
-               salt);
+    view_place(v, job, (char *)whole->dl.data + whole->dl.byte_offset + (size_t)begin * size, size, DENSE, salt);
 }
 
 static char *view_element(const struct view *v, char *block, int64_t index, size_t size)
@@ -295,8 +283,7 @@ static void sizes(struct job_run *run, int64_t rows[RANKS_MAX][RANKS_MAX])
 {
     const struct job *job = &run->job;
     for (int a = 0; a < run->size; a++)
-        for (int b = 0; b < run->size; b++)
-            rows[a][b] = random_rows(job, job->kind == FSDP_OP_ALL_TO_ALL ? a : b, b);
+        for (int b = 0; b < run->size; b++) rows[a][b] = random_rows(job, job->kind == FSDP_OP_ALL_TO_ALL ? a : b, b);
 }
 
 static int64_t sum(const int64_t *rows, int n)
@@ -320,8 +307,8 @@ static void plan_make(struct job_run *run, struct plan *plan)
     if (!job->uneven) {
         int64_t part[JOB_DIMS], whole[JOB_DIMS];
         int part_dims = part_shape(job, part), whole_dims = whole_shape(job, size, whole);
-        int in_whole = job->kind == FSDP_OP_REDUCE_SCATTER || job->kind == FSDP_OP_SCATTER ||
-                       job->kind == FSDP_OP_ALL_TO_ALL;
+        int in_whole =
+            job->kind == FSDP_OP_REDUCE_SCATTER || job->kind == FSDP_OP_SCATTER || job->kind == FSDP_OP_ALL_TO_ALL;
         int out_whole =
             job->kind == FSDP_OP_ALL_GATHER || job->kind == FSDP_OP_GATHER || job->kind == FSDP_OP_ALL_TO_ALL;
         memcpy(plan->in_shape, in_whole ? whole : part, sizeof part);
@@ -343,8 +330,7 @@ static void plan_make(struct job_run *run, struct plan *plan)
 
 /* Element `index` of this rank's output is element *from_index of *from's input; for a reduction, of all
  * ranks'. */
-static void source_of(const struct job_run *run, const struct plan *plan, int64_t index, int *from,
-                      int64_t *from_index)
+static void source_of(const struct job_run *run, const struct plan *plan, int64_t index, int *from, int64_t *from_index)
 {
     const struct job *job = &run->job;
     int me = run->rank;
@@ -361,8 +347,7 @@ static void source_of(const struct job_run *run, const struct plan *plan, int64_
         if (!gather) *from_index += sum(plan->rows[*from], me) * plan->row;
     } else if (job->kind == FSDP_OP_REDUCE_SCATTER) {
         *from_index += me * job->count;
-    } else if (job->kind == FSDP_OP_ALL_GATHER || job->kind == FSDP_OP_GATHER ||
-               job->kind == FSDP_OP_ALL_TO_ALL) {
+    } else if (job->kind == FSDP_OP_ALL_GATHER || job->kind == FSDP_OP_GATHER || job->kind == FSDP_OP_ALL_TO_ALL) {
         *from = (int)(index / job->count);
         *from_index = index % job->count;
         if (job->kind == FSDP_OP_ALL_TO_ALL) *from_index += me * job->count;
@@ -473,10 +458,10 @@ fsdp_status job_call(struct job_run *run, fsdp_group *group, fsdp_work **work)
     switch (c.kind) {
     case FSDP_OP_ALL_GATHER:
         return c.output_rows ? fsdp_all_gather_v(group, c.input, c.output, c.output_rows, work)
-                          : fsdp_all_gather(group, c.input, c.output, work);
+                             : fsdp_all_gather(group, c.input, c.output, work);
     case FSDP_OP_REDUCE_SCATTER:
         return c.input_rows ? fsdp_reduce_scatter_v(group, c.input, c.output, c.input_rows, c.op, work)
-                         : fsdp_reduce_scatter(group, c.input, c.output, c.op, work);
+                            : fsdp_reduce_scatter(group, c.input, c.output, c.op, work);
     case FSDP_OP_ALL_REDUCE:
         return fsdp_all_reduce(group, c.input, c.output, c.op, work);
     case FSDP_OP_REDUCE:
@@ -489,7 +474,7 @@ fsdp_status job_call(struct job_run *run, fsdp_group *group, fsdp_work **work)
         return fsdp_scatter(group, c.input, c.output, c.peer, work);
     default:
         return c.input_rows ? fsdp_all_to_all_v(group, c.input, c.output, c.input_rows, c.output_rows, work)
-                         : fsdp_all_to_all(group, c.input, c.output, work);
+                            : fsdp_all_to_all(group, c.input, c.output, work);
     }
 }
 
@@ -502,10 +487,9 @@ static const char *job_text(const struct job_run *run)
     static const char *const layouts[] = {"dense", "stepped", "transposed", "padded", "reversed", "expanded"};
     static _Thread_local char text[256];
     const struct job *j = &run->job;
-    snprintf(text, sizeof text, "%s%s of %lld %s, op %d, root %d, in %s, out %s%s, seed %llu, %d ranks",
-             kinds[j->kind], j->uneven ? "_v" : "", (long long)j->count, dtype_name(j->type), j->op, j->root,
-             layouts[j->in], layouts[j->out], j->in_place ? ", in place" : "", (unsigned long long)j->seed,
-             run->size);
+    snprintf(text, sizeof text, "%s%s of %lld %s, op %d, root %d, in %s, out %s%s, seed %llu, %d ranks", kinds[j->kind],
+             j->uneven ? "_v" : "", (long long)j->count, dtype_name(j->type), j->op, j->root, layouts[j->in],
+             layouts[j->out], j->in_place ? ", in place" : "", (unsigned long long)j->seed, run->size);
     return text;
 }
 
@@ -521,8 +505,8 @@ void job_verify(struct job_run *run)
             if (memcmp(got, want, bytes) == 0) continue;
             struct value a = element_get(run->job.type, got), b = element_get(run->job.type, want);
             CHECK(element_equal(run->job.type, got, want),
-                  "%s: element %lld of %lld is %.10Lg%+.10Lgi, not %.10Lg%+.10Lgi", job_text(run),
-                  (long long)i, (long long)run->out.count, a.re, a.im, b.re, b.im);
+                  "%s: element %lld of %lld is %.10Lg%+.10Lgi, not %.10Lg%+.10Lgi", job_text(run), (long long)i,
+                  (long long)run->out.count, a.re, a.im, b.re, b.im);
             memcpy(want, got, bytes); /* another NaN */
         }
     struct view *views[] = {&run->in, &run->out};
@@ -557,17 +541,13 @@ struct job job_random(uint64_t *state, int size)
                       .type = (enum dtype)(random_bits(state) % DTYPE_COUNT)};
     job.seed = random_bits(state) >> 8;
     uint64_t scale = random_bits(state) % 16;
-    job.count = (int64_t)(random_bits(state) % (scale == 0   ? 3
-                                                : scale < 10 ? 70
-                                                : scale < 15 ? 3000
-                                                             : 40000));
+    job.count = (int64_t)(random_bits(state) % (scale == 0 ? 3 : scale < 10 ? 70 : scale < 15 ? 3000 : 40000));
     do job.op = (int32_t)(random_bits(state) % (FSDP_BXOR + 1));
     while (!job_op_defined(job.type, job.op));
     if (job_has_root(job.kind)) job.root = (int32_t)(random_bits(state) % (uint64_t)size);
     job.uneven = job_can_be_uneven(job.kind) && random_bits(state) % 3 == 0;
     job.in_place = job_can_be_in_place(job.kind) && random_bits(state) % 4 == 0;
     if (!job.in_place && random_bits(state) % 3 == 0) job.in = (enum layout)(random_bits(state) % LAYOUTS);
-    if (!job.in_place && random_bits(state) % 3 == 0)
-        job.out = (enum layout)(random_bits(state) % (PADDED + 1));
+    if (!job.in_place && random_bits(state) % 3 == 0) job.out = (enum layout)(random_bits(state) % (PADDED + 1));
     return job;
 }

@@ -15,10 +15,10 @@ TestSuite(messages, .init = setup, .timeout = SANITIZED ? 600 : 120);
 
 static const enum way ways[] = {STAGED, DIRECT};
 
-#define BOTH_WAYS(size, fn)                                                                                  \
-    do {                                                                                                     \
-        ranks_run(size, fn, &ways[0]);                                                                       \
-        ranks_run(size, fn, &ways[1]);                                                                       \
+#define BOTH_WAYS(size, fn)                                                                                            \
+    do {                                                                                                               \
+        ranks_run(size, fn, &ways[0]);                                                                                 \
+        ranks_run(size, fn, &ways[1]);                                                                                 \
     } while (0)
 
 static fsdp_group *make_group(struct rank *r)
@@ -79,8 +79,8 @@ static void letter_read(struct letter *l)
               "message %d from %d to %d: byte %lld of %lld differs", l->number, l->from, l->to, (long long)i,
               (long long)bytes);
     for (int i = 0; i < EDGE; i++)
-        CHECK(l->block[i] == 0x5a && l->block[EDGE + bytes + i] == 0x5a,
-              "message %d: written outside the tensor", l->number);
+        CHECK(l->block[i] == 0x5a && l->block[EDGE + bytes + i] == 0x5a, "message %d: written outside the tensor",
+              l->number);
     free(l->block);
 }
 
@@ -91,8 +91,7 @@ static void finish(fsdp_work *work)
 }
 
 /* In the entry, one step of the lane, several, and many. */
-static const int64_t lengths[] = {0,      1,      SHM_EAGER, SHM_EAGER + 1, 4000,
-                                  131072, 131073, 1 << 20,   (3 << 20) + 7};
+static const int64_t lengths[] = {0, 1, SHM_EAGER, SHM_EAGER + 1, 4000, 131072, 131073, 1 << 20, (3 << 20) + 7};
 #define LENGTHS 9
 
 static void every_length(struct rank *r)
@@ -162,11 +161,9 @@ static void many(struct rank *r)
             for (int i = 0; i < OUTSTANDING; i++) {
                 int64_t bytes = (int64_t[]){0, 10, 200000, 100, 5000}[i % 5];
                 if ((turn == 0) == (first == 0))
-                    OK(fsdp_recv(group, &incoming(&got[i], other, r->rank, i, bytes)->dl, other, 3,
-                                 &receiving[i]));
+                    OK(fsdp_recv(group, &incoming(&got[i], other, r->rank, i, bytes)->dl, other, 3, &receiving[i]));
                 else
-                    OK(fsdp_send(group, &outgoing(&sent[i], r->rank, other, i, bytes)->dl, other, 3,
-                                 &sending[i]));
+                    OK(fsdp_send(group, &outgoing(&sent[i], r->rank, other, i, bytes)->dl, other, 3, &sending[i]));
             }
         for (int i = OUTSTANDING - 1; i >= 0; i--) {
             finish(receiving[i]);
@@ -198,8 +195,7 @@ static void from_anyone(struct rank *r)
                 int source = -1;
                 for (int s = 1; s < n; s++) {
                     int64_t same = 0;
-                    while (same < lengths[k] + 9 && l.block[EDGE + same] == byte_of(s, 0, from[s], same))
-                        same++;
+                    while (same < lengths[k] + 9 && l.block[EDGE + same] == byte_of(s, 0, from[s], same)) same++;
                     if (same == lengths[k] + 9) source = s;
                 }
                 CHECK(source > 0, "message %d is nobody's next one", i);
@@ -250,11 +246,10 @@ static void to_oneself(struct rank *r)
         static _Thread_local struct letter got[WAITING], sent[WAITING];
         fsdp_work *receiving[WAITING], *sending[WAITING];
         for (int i = 0; i < WAITING; i++)
-            OK(fsdp_recv(group, &incoming(&got[i], r->rank, r->rank, i, 100 + i)->dl,
-                         i % 4 ? r->rank : FSDP_ANY_RANK, 6, &receiving[i]));
+            OK(fsdp_recv(group, &incoming(&got[i], r->rank, r->rank, i, 100 + i)->dl, i % 4 ? r->rank : FSDP_ANY_RANK,
+                         6, &receiving[i]));
         for (int i = 0; i < WAITING; i++)
-            OK(fsdp_send(group, &outgoing(&sent[i], r->rank, r->rank, i, 100 + i)->dl, r->rank, 6,
-                         &sending[i]));
+            OK(fsdp_send(group, &outgoing(&sent[i], r->rank, r->rank, i, 100 + i)->dl, r->rank, 6, &sending[i]));
         for (int i = 0; i < WAITING; i++) {
             finish(receiving[i]);
             finish(sending[i]);
@@ -265,8 +260,7 @@ static void to_oneself(struct rank *r)
     int64_t shape[] = {4};
     float x[4] = {1, 2, 3, 4};
     int32_t y[4] = {5, 6, 7, 8};
-    DLTensor out = {.data = x, .device = {kDLCPU, 0}, .ndim = 1, .dtype = {kDLFloat, 32, 1}, .shape = shape},
-             in = out;
+    DLTensor out = {.data = x, .device = {kDLCPU, 0}, .ndim = 1, .dtype = {kDLFloat, 32, 1}, .shape = shape}, in = out;
     in.data = y, in.dtype.code = kDLInt;
     fsdp_work *work;
     OK(fsdp_send(group, &out, r->rank, 1, &work));
@@ -310,9 +304,8 @@ static void ring(struct rank *r)
     int next = (r->rank + 1) % r->size, before = (r->rank + r->size - 1) % r->size;
     for (int k = 0; k < LENGTHS; k++) {
         struct letter a, b;
-        fsdp_collective calls[2] = {
-            {.struct_size = sizeof *calls, .kind = FSDP_OP_SEND, .peer = next, .tag = k},
-            {.struct_size = sizeof *calls, .kind = FSDP_OP_RECV, .peer = before, .tag = k}};
+        fsdp_collective calls[2] = {{.struct_size = sizeof *calls, .kind = FSDP_OP_SEND, .peer = next, .tag = k},
+                                    {.struct_size = sizeof *calls, .kind = FSDP_OP_RECV, .peer = before, .tag = k}};
         calls[0].input = &outgoing(&a, r->rank, next, k, lengths[k])->dl;
         calls[1].output = &incoming(&b, before, r->rank, k, lengths[k])->dl;
         fsdp_collective turned[2] = {calls[1], calls[0]};
@@ -343,19 +336,18 @@ static void storm(struct rank *r)
         int n = 0, in_call = (int)(job_bits(&state) % 2);
         fsdp_work *works[400];
         for (int number = 0; number < 120; number++) {
-            int from = (int)(job_bits(&state) % (uint64_t)r->size),
-                to = (int)(job_bits(&state) % (uint64_t)r->size);
+            int from = (int)(job_bits(&state) % (uint64_t)r->size), to = (int)(job_bits(&state) % (uint64_t)r->size);
             int tag = (int)(job_bits(&state) % 3);
             int64_t bytes = lengths[job_bits(&state) % (LENGTHS - 2)];
             if (from == r->rank) {
-                calls[n] = (fsdp_collective){
-                    .struct_size = sizeof *calls, .kind = FSDP_OP_SEND, .peer = to, .tag = tag};
+                calls[n] =
+                    (fsdp_collective){.struct_size = sizeof *calls, .kind = FSDP_OP_SEND, .peer = to, .tag = tag};
                 calls[n].input = &outgoing(&letters[n], from, to, number, bytes)->dl;
                 n++;
             }
             if (to == r->rank) {
-                calls[n] = (fsdp_collective){
-                    .struct_size = sizeof *calls, .kind = FSDP_OP_RECV, .peer = from, .tag = tag};
+                calls[n] =
+                    (fsdp_collective){.struct_size = sizeof *calls, .kind = FSDP_OP_RECV, .peer = from, .tag = tag};
                 calls[n].output = &incoming(&letters[n], from, to, number, bytes)->dl;
                 n++;
             }
@@ -406,8 +398,8 @@ static void strided(struct rank *r)
             t.strides = turned;
             OK(fsdp_recv(group, &t, 0, 0, NULL));
             for (int64_t i = 0; i < n * n; i++)
-                CHECK(m[i] == n * n - (i % n * n + i / n), "reversed, into a transpose: %lld is %d",
-                      (long long)i, m[i]);
+                CHECK(m[i] == n * n - (i % n * n + i / n), "reversed, into a transpose: %lld is %d", (long long)i,
+                      m[i]);
             memset(m, 0, (size_t)(n * n) * sizeof *m);
             t.ndim = 1, t.strides = column;
             OK(fsdp_recv(group, &t, 0, 0, NULL));
@@ -432,8 +424,7 @@ static void beside(struct rank *r)
     job_prepare(&run, &job, r->rank, r->size);
     fsdp_work *work = NULL;
     struct letter l;
-    if (r->rank == 0)
-        OK(job_call(&run, group, &work)); /* rank 1 does not come to it before it has the message */
+    if (r->rank == 0) OK(job_call(&run, group, &work)); /* rank 1 does not come to it before it has the message */
     if (r->rank == 0) OK(fsdp_send(group, &outgoing(&l, 0, 1, 0, 300000)->dl, 1, 0, NULL));
     if (r->rank == 1) OK(fsdp_recv(group, &incoming(&l, 0, 1, 0, 300000)->dl, 0, 0, NULL));
     if (r->rank == 1) OK(job_call(&run, group, &work));
@@ -457,11 +448,7 @@ static void unlike(struct rank *r)
         int64_t n = big ? 100000 : 4, shape[] = {n}, more[] = {n + 1};
         char *data = calloc((size_t)n + 1, 8);
         CHECK(data, "no memory");
-        DLTensor f32 = {.data = data,
-                        .device = {kDLCPU, 0},
-                        .ndim = 1,
-                        .dtype = {kDLFloat, 32, 1},
-                        .shape = shape},
+        DLTensor f32 = {.data = data, .device = {kDLCPU, 0}, .ndim = 1, .dtype = {kDLFloat, 32, 1}, .shape = shape},
                  i32 = f32, longer = f32;
         i32.dtype.code = kDLInt, longer.shape = more;
         memset(data, r->rank ? 1 : 2, ((size_t)n + 1) * 8);
@@ -469,16 +456,15 @@ static void unlike(struct rank *r)
         if (r->rank == 0) {
             REFUSED(fsdp_send(group, &f32, 1, 7, NULL), FSDP_ERR_MISMATCH, "int32");
             OK(fsdp_last_error_info(&info));
-            CHECK(info.operation == FSDP_OP_SEND && info.rank_a == 0 && info.rank_b == 1,
-                  "operation %d, ranks %d, %d", info.operation, info.rank_a, info.rank_b);
+            CHECK(info.operation == FSDP_OP_SEND && info.rank_a == 0 && info.rank_b == 1, "operation %d, ranks %d, %d",
+                  info.operation, info.rank_a, info.rank_b);
             REFUSED(fsdp_send(group, &f32, 1, 7, NULL), FSDP_ERR_MISMATCH, "float32");
         } else {
             REFUSED(fsdp_recv(group, &i32, 0, 7, NULL), FSDP_ERR_MISMATCH, "float32");
             OK(fsdp_last_error_info(&info));
             CHECK(info.operation == FSDP_OP_RECV, "operation %d", info.operation);
             REFUSED(fsdp_recv(group, &longer, FSDP_ANY_RANK, 7, NULL), FSDP_ERR_MISMATCH, "float32");
-            for (size_t i = 0; i < ((size_t)n + 1) * 8; i++)
-                CHECK(data[i] == 1, "a refused message was written");
+            for (size_t i = 0; i < ((size_t)n + 1) * 8; i++) CHECK(data[i] == 1, "a refused message was written");
         }
         struct letter l; /* and the group goes on */
         if (r->rank == 0) OK(fsdp_send(group, &outgoing(&l, 0, 1, 0, 300000)->dl, 1, 7, NULL));

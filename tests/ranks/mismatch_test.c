@@ -50,14 +50,13 @@ static fsdp_status kind_barrier(struct call *c)
 static fsdp_status dtype(struct call *c)
 {
     DLDataType type = c->odd ? I32 : F32; /* as many bytes */
-    return fsdp_all_reduce(c->group, crew_tensor(c->in, type, c->count), crew_tensor(c->out, type, c->count),
-                           FSDP_SUM, c->work);
+    return fsdp_all_reduce(c->group, crew_tensor(c->in, type, c->count), crew_tensor(c->out, type, c->count), FSDP_SUM,
+                           c->work);
 }
 
 static fsdp_status op(struct call *c)
 {
-    return fsdp_all_reduce(c->group, in_of(c, c->count), out_of(c, c->count), c->odd ? FSDP_MAX : FSDP_SUM,
-                           c->work);
+    return fsdp_all_reduce(c->group, in_of(c, c->count), out_of(c, c->count), c->odd ? FSDP_MAX : FSDP_SUM, c->work);
 }
 
 static int root_of(const struct call *c)
@@ -120,8 +119,7 @@ static fsdp_status rows_reduce_scatter(struct call *c)
     for (int r = 0; r < c->n; r++) each[r] = c->count / c->n;
     each[0] -= c->odd ? 2 : 1;
     each[c->n - 1] += c->odd ? 2 : 1;
-    return fsdp_reduce_scatter_v(c->group, in_of(c, c->count), out_of(c, each[c->rank]), each, FSDP_SUM,
-                                 c->work);
+    return fsdp_reduce_scatter_v(c->group, in_of(c, c->count), out_of(c, each[c->rank]), each, FSDP_SUM, c->work);
 }
 
 static fsdp_status list_length(struct call *c)
@@ -225,15 +223,15 @@ static void check_told(const struct variant *v, const struct call *c, int culpri
 {
     fsdp_error_info info = {.struct_size = sizeof info};
     char a[32], b[32];
-    CHECK(got == FSDP_ERR_MISMATCH, "%s, rank %d of %d odd: %s: %s", v->name, culprit, c->n,
-          fsdp_status_name(got), fsdp_last_error());
+    CHECK(got == FSDP_ERR_MISMATCH, "%s, rank %d of %d odd: %s: %s", v->name, culprit, c->n, fsdp_status_name(got),
+          fsdp_last_error());
     OK(fsdp_last_error_info(&info));
     int other = culprit ? culprit : 1;
     int first = v->pair ? culprit : 0, second = v->pair ? (culprit + 1) % c->n : other;
     snprintf(a, sizeof a, "rank %d ", first);
     snprintf(b, sizeof b, "rank %d ", second);
-    CHECK(info.status == FSDP_ERR_MISMATCH && info.rank_a == first && info.rank_b == second &&
-              info.sequence > 0 && info.operation != FSDP_OP_NONE,
+    CHECK(info.status == FSDP_ERR_MISMATCH && info.rank_a == first && info.rank_b == second && info.sequence > 0 &&
+              info.operation != FSDP_OP_NONE,
           "%s: ranks %d and %d, sequence %llu: %s", v->name, info.rank_a, info.rank_b,
           (unsigned long long)info.sequence, info.message);
     CHECK(strstr(info.message, a) && strstr(info.message, b) && strstr(info.message, v->text) &&
@@ -264,8 +262,7 @@ static void try_all(int rank)
                     got = fsdp_work_wait(work, -1);
                     fsdp_error_info info = {.struct_size = sizeof info};
                     OK(fsdp_work_error(work, &info));
-                    CHECK(info.status == got && strcmp(info.message, fsdp_last_error()) == 0, "'%s'",
-                          info.message);
+                    CHECK(info.status == got && strcmp(info.message, fsdp_last_error()) == 0, "'%s'", info.message);
                     fsdp_work_release(work);
                 }
                 check_told(&variants[v], &c, culprit, got);
@@ -335,8 +332,8 @@ static void queue(int rank)
     fsdp_work *works[5];
     for (int i = 0; i < 5; i++) {
         int wrong = (i == 1 && rank == 0) || (i == 3 && rank == 2);
-        OK(fsdp_all_reduce(group, crew_tensor(in + i * LARGE, F32, LARGE),
-                           crew_tensor(out + i * LARGE, F32, LARGE), wrong ? FSDP_MIN : FSDP_SUM, &works[i]));
+        OK(fsdp_all_reduce(group, crew_tensor(in + i * LARGE, F32, LARGE), crew_tensor(out + i * LARGE, F32, LARGE),
+                           wrong ? FSDP_MIN : FSDP_SUM, &works[i]));
     }
     for (int i = 4; i >= 0; i--) {
         if (i == 1 || i == 3)
@@ -367,16 +364,13 @@ static void order(int rank)
     float in[8] = {1, 2, 3, 4, 5, 6, 7, 8}, out[16];
     for (int i = 0; i < 16; i++) out[i] = GUARD;
     for (int i = 0; i < 2; i++) {
-        const char *mine =
-            "rank 0 called all_gather of 8 float32, rank 1 called broadcast of 4 float32, root 0";
-        const char *other =
-            "rank 0 called broadcast of 4 float32, root 0, rank 1 called all_gather of 8 float32";
+        const char *mine = "rank 0 called all_gather of 8 float32, rank 1 called broadcast of 4 float32, root 0";
+        const char *other = "rank 0 called broadcast of 4 float32, root 0, rank 1 called all_gather of 8 float32";
         if (i == rank)
-            EXPECT(fsdp_all_gather(group, crew_tensor(in, F32, 4), crew_tensor(out, F32, 8), NULL),
-                   FSDP_ERR_MISMATCH, i == 0 ? mine : other);
-        else
-            EXPECT(fsdp_broadcast(group, crew_tensor(out, F32, 4), 0, NULL), FSDP_ERR_MISMATCH,
+            EXPECT(fsdp_all_gather(group, crew_tensor(in, F32, 4), crew_tensor(out, F32, 8), NULL), FSDP_ERR_MISMATCH,
                    i == 0 ? mine : other);
+        else
+            EXPECT(fsdp_broadcast(group, crew_tensor(out, F32, 4), 0, NULL), FSDP_ERR_MISMATCH, i == 0 ? mine : other);
     }
     for (int i = 0; i < 16; i++) CHECK(out[i] == GUARD, "out[%d] is %g", i, (double)out[i]);
     crew_group_works(group, rank, 2);
@@ -398,22 +392,20 @@ static void messages(int rank)
         int64_t n = counts[i];
         float *data = crew_floats(n + 1, GUARD);
         if (rank == 0) {
-            EXPECT(fsdp_send(group, crew_tensor(data, F32, n), 1, 3, NULL), FSDP_ERR_MISMATCH, "rank 1",
-                   "tag 3", "send");
-            EXPECT(fsdp_send(group, crew_tensor(data, F32, n), 1, 3, NULL), FSDP_ERR_MISMATCH, "rank 1",
-                   "int32", "send");
+            EXPECT(fsdp_send(group, crew_tensor(data, F32, n), 1, 3, NULL), FSDP_ERR_MISMATCH, "rank 1", "tag 3",
+                   "send");
+            EXPECT(fsdp_send(group, crew_tensor(data, F32, n), 1, 3, NULL), FSDP_ERR_MISMATCH, "rank 1", "int32",
+                   "send");
             for (int64_t k = 0; k < n; k++) data[k] = 5;
             OK(fsdp_send(group, crew_tensor(data, F32, n), 1, 3, NULL));
         } else {
-            EXPECT(fsdp_recv(group, crew_tensor(data, F32, n + 1), 0, 3, NULL), FSDP_ERR_MISMATCH, "rank 0",
-                   "tag 3", "recv");
-            EXPECT(fsdp_recv(group, crew_tensor(data, I32, n), FSDP_ANY_RANK, 3, NULL), FSDP_ERR_MISMATCH,
-                   "rank 0", "float32", "recv");
-            for (int64_t k = 0; k <= n; k++)
-                CHECK(data[k] == GUARD, "data[%lld] is %g", (long long)k, (double)data[k]);
+            EXPECT(fsdp_recv(group, crew_tensor(data, F32, n + 1), 0, 3, NULL), FSDP_ERR_MISMATCH, "rank 0", "tag 3",
+                   "recv");
+            EXPECT(fsdp_recv(group, crew_tensor(data, I32, n), FSDP_ANY_RANK, 3, NULL), FSDP_ERR_MISMATCH, "rank 0",
+                   "float32", "recv");
+            for (int64_t k = 0; k <= n; k++) CHECK(data[k] == GUARD, "data[%lld] is %g", (long long)k, (double)data[k]);
             OK(fsdp_recv(group, crew_tensor(data, F32, n), 0, 3, NULL));
-            for (int64_t k = 0; k < n; k++)
-                CHECK(data[k] == 5, "data[%lld] is %g", (long long)k, (double)data[k]);
+            for (int64_t k = 0; k < n; k++) CHECK(data[k] == 5, "data[%lld] is %g", (long long)k, (double)data[k]);
         }
     }
     crew_group_works(group, rank, 2);

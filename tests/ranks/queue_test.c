@@ -17,10 +17,10 @@ TestSuite(anything, .init = setup, .timeout = SANITIZED ? 900 : 240);
 
 static const enum way ways[] = {STAGED, DIRECT};
 
-#define BOTH_WAYS(size, fn)                                                                                  \
-    do {                                                                                                     \
-        ranks_run(size, fn, &ways[0]);                                                                       \
-        ranks_run(size, fn, &ways[1]);                                                                       \
+#define BOTH_WAYS(size, fn)                                                                                            \
+    do {                                                                                                               \
+        ranks_run(size, fn, &ways[0]);                                                                                 \
+        ranks_run(size, fn, &ways[1]);                                                                                 \
     } while (0)
 
 static fsdp_group *make_group(struct rank *r)
@@ -36,8 +36,7 @@ static void nap(int ms)
 
 static DLTensor floats(float *data, int64_t *shape)
 {
-    return (DLTensor){
-        .data = data, .device = {kDLCPU, 0}, .ndim = 1, .dtype = {kDLFloat, 32, 1}, .shape = shape};
+    return (DLTensor){.data = data, .device = {kDLCPU, 0}, .ndim = 1, .dtype = {kDLFloat, 32, 1}, .shape = shape};
 }
 
 /* ---- callbacks and kept tensors */
@@ -115,8 +114,7 @@ static void in_any_order(struct rank *r)
         OK(fsdp_work_test(works[i], &finished));
         CHECK(finished, "waited for, and not done");
         if (i % 3)
-            CHECK(atomic_load(&deleted[i].calls) == 1, "deleter called %d times",
-                  atomic_load(&deleted[i].calls));
+            CHECK(atomic_load(&deleted[i].calls) == 1, "deleter called %d times", atomic_load(&deleted[i].calls));
     }
     OK(fsdp_barrier(group, NULL));
     for (int i = 0; i < QUEUED; i++) {
@@ -139,8 +137,7 @@ static void in_any_order(struct rank *r)
     for (int i = 0; i < QUEUED; i++) {
         int given = works[i] || i % 3;
         CHECK(atomic_load(&done[i].calls) == 1, "callback %d: %d calls", i, atomic_load(&done[i].calls));
-        CHECK(atomic_load(&deleted[i].calls) == given, "deleter %d: %d calls", i,
-              atomic_load(&deleted[i].calls));
+        CHECK(atomic_load(&deleted[i].calls) == given, "deleter %d: %d calls", i, atomic_load(&deleted[i].calls));
         CHECK(atomic_load(&done[i].status) == FSDP_OK, "status %d", atomic_load(&done[i].status));
     }
 }
@@ -349,8 +346,7 @@ static void one_exchange(struct rank *r)
     }
     OK(fsdp_coalesced(group, calls, 8, NULL));
     for (int i = 0; i < 8; i++)
-        for (int k = 0; k < 10; k++)
-            CHECK(x[i][k] == (float)((i < 6 ? r->size : 1) * (i + k)), "%g", (double)x[i][k]);
+        for (int k = 0; k < 10; k++) CHECK(x[i][k] == (float)((i < 6 ? r->size : 1) * (i + k)), "%g", (double)x[i][k]);
     fsdp_group_info info = {.struct_size = sizeof info};
     OK(fsdp_group_query(group, &info));
     CHECK(info.operations == 2, "%llu operations", (unsigned long long)info.operations);
@@ -372,8 +368,8 @@ static void refused_together(struct rank *r)
     for (int i = 0; i < 10; i++) t[i] = floats(data + 10 * i, ten);
     DLTensor between = floats(data + 5, ten), reaching = floats(data + 95, ten);
     reaching.strides = back; /* 95, 91, ... 59 */
-    fsdp_collective reduce = {.struct_size = sizeof reduce, .kind = FSDP_OP_ALL_REDUCE}, a = reduce,
-                    b = reduce, c = reduce;
+    fsdp_collective reduce = {.struct_size = sizeof reduce, .kind = FSDP_OP_ALL_REDUCE}, a = reduce, b = reduce,
+                    c = reduce;
     a.input = &t[0], a.output = &t[2];
     b.input = &t[3], b.output = &t[4];
 #define TRIO ((const fsdp_collective[]){a, b, c})
@@ -387,11 +383,9 @@ static void refused_together(struct rank *r)
     REFUSED(fsdp_coalesced(group, TRIO, 3, NULL), FSDP_ERR_INVALID, "overlap");
     c.input = &t[0]; /* two inputs may be the same */
     fsdp_collective send = {.struct_size = sizeof send, .kind = FSDP_OP_SEND, .input = &t[0]}, recv = send;
-    REFUSED(fsdp_coalesced(group, ((const fsdp_collective[]){a, send}), 2, NULL), FSDP_ERR_INVALID,
-            "point-to-point");
+    REFUSED(fsdp_coalesced(group, ((const fsdp_collective[]){a, send}), 2, NULL), FSDP_ERR_INVALID, "point-to-point");
     recv.kind = FSDP_OP_RECV, recv.input = NULL, recv.output = &between;
-    REFUSED(fsdp_coalesced(group, ((const fsdp_collective[]){send, recv}), 2, NULL), FSDP_ERR_INVALID,
-            "overlap");
+    REFUSED(fsdp_coalesced(group, ((const fsdp_collective[]){send, recv}), 2, NULL), FSDP_ERR_INVALID, "overlap");
     recv.kind = FSDP_OP_BARRIER;
     REFUSED(fsdp_coalesced(group, &recv, 1, NULL), FSDP_ERR_INVALID, "kind");
     REFUSED(fsdp_coalesced(group, NULL, 1, NULL), FSDP_ERR_INVALID, "operations");
@@ -403,8 +397,7 @@ static void refused_together(struct rank *r)
     OK(fsdp_work_wait(work, -1));
     fsdp_work_release(work);
     OK(fsdp_coalesced(group, TRIO, 3, NULL));
-    CHECK(data[60] == 0 && data[61] == (float)r->size && data[69] == 9 * (float)r->size, "%g",
-          (double)data[61]);
+    CHECK(data[60] == 0 && data[61] == (float)r->size && data[69] == 9 * (float)r->size, "%g", (double)data[61]);
     fsdp_group_release(group);
 }
 
@@ -518,8 +511,7 @@ static void two_groups(struct rank *r)
 {
     struct pair pairs[2] = {{make_group(r), r, 1}, {make_group(r), r, 2}};
     pthread_t threads[2];
-    for (int i = 0; i < 2; i++)
-        CHECK(pthread_create(&threads[i], NULL, jobs_of_one_thread, &pairs[i]) == 0, "thread");
+    for (int i = 0; i < 2; i++) CHECK(pthread_create(&threads[i], NULL, jobs_of_one_thread, &pairs[i]) == 0, "thread");
     for (int i = 0; i < 2; i++) pthread_join(threads[i], NULL);
     for (int i = 0; i < 2; i++) fsdp_group_release(pairs[i].group);
 }
@@ -575,8 +567,7 @@ Test(anything, operations_at_random)
     fprintf(stderr, "FSDP_TEST_SEED=%llu repeats this\n", (unsigned long long)seed);
     for (int size = 1; size <= 4; size++)
         for (int way = STAGED; way <= DIRECT; way++) {
-            struct choice choice = {seed + (uint64_t)(10 * size + way), (enum way)way,
-                                    size % 2 ? 64 << 10 : 200000};
+            struct choice choice = {seed + (uint64_t)(10 * size + way), (enum way)way, size % 2 ? 64 << 10 : 200000};
             ranks_run(size, at_random, &choice);
         }
 }

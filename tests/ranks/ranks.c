@@ -131,8 +131,7 @@ static void reap(pid_t *pids, int n, char text[256])
             if (limit > seconds() - start + 0.3) limit = seconds() - start + 0.3;
         }
         if (left && seconds() - start > limit) {
-            if (!text[0])
-                snprintf(text, 256, "%d of %d processes not done after %d s", left, n, RANKS_SECONDS);
+            if (!text[0]) snprintf(text, 256, "%d of %d processes not done after %d s", left, n, RANKS_SECONDS);
             for (int i = 0; i < n; i++)
                 if (pids[i] > 0) kill(pids[i], SIGKILL);
         }
@@ -154,8 +153,7 @@ char *ranks_run(int size, rank_fn fn, const void *argument)
     pid_t pids[RANKS_MAX] = {0};
     int processes = use_threads() ? 1 : size;
     for (int i = 0; i < size; i++)
-        starts[i] =
-            (struct start){{.rank = i, .size = size, .argument = argument, .shared = board->shared}, fn};
+        starts[i] = (struct start){{.rank = i, .size = size, .argument = argument, .shared = board->shared}, fn};
     for (int i = 0; i < processes; i++) pids[i] = start_process(&starts[i], use_threads() ? size : 1);
     char text[256];
     reap(pids, processes, text);

@@ -46,21 +46,20 @@ typedef void (*rank_fn)(struct rank *r);
 char *ranks_run(int size, rank_fn fn, const void *argument);
 
 /* End this rank, and with it the test. */
-_Noreturn void rank_fail(const char *file, int line, const char *format, ...)
-    __attribute__((format(printf, 3, 4)));
+_Noreturn void rank_fail(const char *file, int line, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
-#define CHECK(condition, ...)                                                                                \
-    do {                                                                                                     \
-        if (!(condition)) rank_fail(__FILE__, __LINE__, __VA_ARGS__);                                        \
+#define CHECK(condition, ...)                                                                                          \
+    do {                                                                                                               \
+        if (!(condition)) rank_fail(__FILE__, __LINE__, __VA_ARGS__);                                                  \
     } while (0)
 #define OK(call) CHECK((call) == FSDP_OK, "%s: %s", #call, fsdp_last_error())
 /* The call is refused with this status, and its message holds this word. */
-#define REFUSED(call, status, word)                                                                          \
-    do {                                                                                                     \
-        fsdp_status got_ = (call);                                                                           \
-        CHECK(got_ == (status), "%s: %s, not %s: %s", #call, fsdp_status_name(got_),                         \
-              fsdp_status_name(status), fsdp_last_error());                                                  \
-        CHECK(strstr(fsdp_last_error(), word), "%s: no \"%s\" in \"%s\"", #call, word, fsdp_last_error());   \
+#define REFUSED(call, status, word)                                                                                    \
+    do {                                                                                                               \
+        fsdp_status got_ = (call);                                                                                     \
+        CHECK(got_ == (status), "%s: %s, not %s: %s", #call, fsdp_status_name(got_), fsdp_status_name(status),         \
+              fsdp_last_error());                                                                                      \
+        CHECK(strstr(fsdp_last_error(), word), "%s: no \"%s\" in \"%s\"", #call, word, fsdp_last_error());             \
     } while (0)
 
 /* How a group moves data: the same results are expected of each. */

@@ -43,8 +43,7 @@ static struct outcome *outcomes;
 
 static void setup(void)
 {
-    outcomes =
-        mmap(NULL, sizeof *outcomes * MAX_RANKS, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    outcomes = mmap(NULL, sizeof *outcomes * MAX_RANKS, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     cr_assert(outcomes != MAP_FAILED);
     strcpy(folder, "/tmp/fsdp-meet-XXXXXX");
     cr_assert(mkdtemp(folder));
@@ -77,8 +76,7 @@ static int free_port(void)
     struct sockaddr_in a = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t size = sizeof a;
     int fd = socket(AF_INET, SOCK_STREAM, 0);
-    cr_assert(bind(fd, (struct sockaddr *)&a, sizeof a) == 0 &&
-              getsockname(fd, (struct sockaddr *)&a, &size) == 0);
+    cr_assert(bind(fd, (struct sockaddr *)&a, sizeof a) == 0 && getsockname(fd, (struct sockaddr *)&a, &size) == 0);
     close(fd);
     return ntohs(a.sin_port);
 }
@@ -182,11 +180,8 @@ static void expect_all(int n, fsdp_status status, const char *text)
 static fsdp_status open_as(int32_t rank, int32_t world_size, int64_t timeout_ms, const char *job_key,
                            fsdp_store **store)
 {
-    fsdp_store_options o = {.struct_size = sizeof o,
-                            .rank = rank,
-                            .world_size = world_size,
-                            .timeout_ms = timeout_ms,
-                            .job_key = job_key};
+    fsdp_store_options o = {
+        .struct_size = sizeof o, .rank = rank, .world_size = world_size, .timeout_ms = timeout_ms, .job_key = job_key};
     *store = NULL;
     return store_open(url, &o, store);
 }
@@ -649,8 +644,7 @@ Test(disturb, garbage_at_the_port)
     for (int i = 0; i < 100; i++) {
         int fd = connect_raw();
         for (size_t k = 0; k < sizeof noise; k++) noise[k] = (unsigned char)rand();
-        say(fd, noise,
-            sizeof(struct wire_request) + (size_t)rand() % (sizeof noise - sizeof(struct wire_request)));
+        say(fd, noise, sizeof(struct wire_request) + (size_t)rand() % (sizeof noise - sizeof(struct wire_request)));
         expect_closed(fd);
     }
     /* Well-formed but not allowed: before HELLO, a wrong HELLO, and lengths that promise too much. */
@@ -690,9 +684,8 @@ Test(disturb, garbage_at_the_port)
         expect_closed(fd);
     }
     /* Ranks that do not exist, and one that came twice. */
-    static const uint64_t who[] = {(UINT64_C(2) << 32) | 2, UINT64_C(0xffffffff00000000),
-                                   (UINT64_C(2) << 32) | 1, (UINT64_C(2) << 32) | 0xffffffff,
-                                   (UINT64_C(3) << 32) | 2};
+    static const uint64_t who[] = {(UINT64_C(2) << 32) | 2, UINT64_C(0xffffffff00000000), (UINT64_C(2) << 32) | 1,
+                                   (UINT64_C(2) << 32) | 0xffffffff, (UINT64_C(3) << 32) | 2};
     for (size_t i = 0; i < sizeof who / sizeof *who; i++) {
         struct wire_request join = request_of(WIRE_JOIN, 0, 0);
         struct wire_reply reply;

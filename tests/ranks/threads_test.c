@@ -272,8 +272,7 @@ static void release_in_callback(int rank)
         fsdp_work *work;
         OK(fsdp_group_create(store, &options, &group));
         fsdp_store_release(store);
-        OK(i % 3 == 2 ? fsdp_send(group, crew_tensor(data, F32, 1), rank, 0, &work)
-                      : sum(group, data, 4, &work));
+        OK(i % 3 == 2 ? fsdp_send(group, crew_tensor(data, F32, 1), rank, 0, &work) : sum(group, data, 4, &work));
         OK(fsdp_work_on_done(work, release_now, group));
         if (i % 3 == 2) {
             fsdp_work *taken;

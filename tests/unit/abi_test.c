@@ -154,8 +154,7 @@ Test(abi, elements_of_different_sizes_are_refused)
 
 Test(abi, element_with_an_unknown_field_is_named)
 {
-    thing_later array[2] = {{.struct_size = sizeof(thing_later)},
-                            {.struct_size = sizeof(thing_later), .much = 1}};
+    thing_later array[2] = {{.struct_size = sizeof(thing_later)}, {.struct_size = sizeof(thing_later), .much = 1}};
     thing t;
     cr_assert_eq(abi_read_element("thing", array, 1, FIRST, sizeof(thing), &t), FSDP_ERR_STRUCT_SIZE);
     expect_message("element 1");
@@ -179,8 +178,7 @@ Test(abi, output_fills_as_much_as_the_caller_has)
     cr_assert_eq(abi_write("thing", &older, FIRST, &from, sizeof(from)), FSDP_OK);
     cr_expect_eq(older.first.a, 1);
     cr_expect_eq(older.first.b, 2);
-    cr_expect_eq(older.first.struct_size, FIRST,
-                 "the caller's size stays, so that it can use the struct again");
+    cr_expect_eq(older.first.struct_size, FIRST, "the caller's size stays, so that it can use the struct again");
     cr_expect_eq(older.next, -1);
 
     thing_later newer;
@@ -223,14 +221,14 @@ Test(abi, init_clears_what_the_caller_has_and_no_more)
 
 /* The public structs: the rules hold for each of them by name. */
 
-#define ROUND_TRIP(type)                                                                                     \
-    do {                                                                                                     \
-        type from = {.struct_size = sizeof(type)}, to;                                                       \
-        cr_expect_eq(ABI_READ(type, &from, &to), FSDP_OK);                                                   \
-        cr_expect_eq(to.struct_size, sizeof(type));                                                          \
-        from.struct_size = ABI_FIRST(type) - 1;                                                              \
-        cr_expect_eq(ABI_READ(type, &from, &to), FSDP_ERR_STRUCT_SIZE);                                      \
-        expect_message(#type);                                                                               \
+#define ROUND_TRIP(type)                                                                                               \
+    do {                                                                                                               \
+        type from = {.struct_size = sizeof(type)}, to;                                                                 \
+        cr_expect_eq(ABI_READ(type, &from, &to), FSDP_OK);                                                             \
+        cr_expect_eq(to.struct_size, sizeof(type));                                                                    \
+        from.struct_size = ABI_FIRST(type) - 1;                                                                        \
+        cr_expect_eq(ABI_READ(type, &from, &to), FSDP_ERR_STRUCT_SIZE);                                                \
+        expect_message(#type);                                                                                         \
     } while (0)
 
 Test(abi, public_structs_know_their_sizes)

@@ -29,8 +29,7 @@ Test(kernel_copy, two_destinations)
     for (size_t b = 0; b < sizeof bytes / sizeof *bytes; b++) {
         for (size_t shift = 0; shift < 64; shift += 9) {
             struct array src = array_random(DTYPE_U8, bytes[b], (shift * 7 + 3) % 64, b + 1);
-            struct array past = array_new(bytes[b], shift),
-                         cached = array_new(bytes[b], (shift * 3 + 1) % 64);
+            struct array past = array_new(bytes[b], shift), cached = array_new(bytes[b], (shift * 3 + 1) % 64);
             kernel_copy2(past.data, cached.data, src.data, bytes[b]);
             cr_assert(memcmp(past.data, src.data, bytes[b]) == 0);
             cr_assert(memcmp(cached.data, src.data, bytes[b]) == 0);
@@ -52,12 +51,11 @@ static void cast_by_definition(enum dtype dst_type, void *dst, enum dtype src_ty
     }
 }
 
-static void check_cast(enum dtype dst_type, enum dtype src_type, const struct array *src, size_t n,
-                       size_t shift, int stream)
+static void check_cast(enum dtype dst_type, enum dtype src_type, const struct array *src, size_t n, size_t shift,
+                       int stream)
 {
     char what[96];
-    struct array want = array_new(n * dtype_size(dst_type), 0),
-                 got = array_new(n * dtype_size(dst_type), shift);
+    struct array want = array_new(n * dtype_size(dst_type), 0), got = array_new(n * dtype_size(dst_type), shift);
     snprintf(what, sizeof what, "from %s, stream %d", dtype_name(src_type), stream);
     cast_by_definition(dst_type, want.data, src_type, src->data, n);
     kernel_cast(dst_type, got.data, src_type, src->data, n, stream);
@@ -72,8 +70,7 @@ Test(kernel_cast, every_pair)
         for (int to = 0; to < DTYPE_COUNT; to++) {
             for (size_t l = 0; l < N_LENGTHS; l++) {
                 size_t shift = ((size_t)from * 5 + (size_t)to * 3 + l) % 64;
-                struct array src =
-                    array_random((enum dtype)from, lengths[l], 63 - shift, l + 100 * (size_t)to);
+                struct array src = array_random((enum dtype)from, lengths[l], 63 - shift, l + 100 * (size_t)to);
                 check_cast((enum dtype)to, (enum dtype)from, &src, lengths[l], shift, 0);
                 check_cast((enum dtype)to, (enum dtype)from, &src, lengths[l], shift, 1);
                 array_free(&src);
@@ -120,8 +117,7 @@ static void check_ties(enum dtype type, enum dtype src_type)
                 if (src_type == DTYPE_F64) v.re = side ? nextafter(d, side * (double)INFINITY) : d;
                 if (src_type == DTYPE_F32) v.re = side ? nextafterf(f, (float)side * INFINITY) : f;
                 v.re *= sign;
-                if (is_integer(src_type) && (fabsl(v.re) > 9e18L || (sign < 0 && !is_signed(src_type))))
-                    continue;
+                if (is_integer(src_type) && (fabsl(v.re) > 9e18L || (sign < 0 && !is_signed(src_type)))) continue;
                 element_set(src_type, src.data + n++ * size, v, 0);
             }
         }
@@ -172,8 +168,7 @@ Test(kernel_cast, every_narrow_code_widens_and_returns)
 {
     for (int type = DTYPE_F16; type <= DTYPE_F8E5M2; type++) {
         size_t size = dtype_size((enum dtype)type), n = (size_t)1 << (8 * size);
-        struct array codes = array_new(n * size, 0), wide = array_new(n * 4, 0),
-                     back = array_new(n * size, 0);
+        struct array codes = array_new(n * size, 0), wide = array_new(n * 4, 0), back = array_new(n * size, 0);
         for (size_t code = 0; code < n; code++) memcpy(codes.data + code * size, &code, size);
         check_cast(DTYPE_F32, (enum dtype)type, &codes, n, 0, 0);
         check_cast(DTYPE_F64, (enum dtype)type, &codes, n, 0, 0);
@@ -195,8 +190,7 @@ Test(kernel_cast, f32_patterns)
         uint32_t bits = (uint32_t)(i * 16381);
         memcpy(src.data + 4 * i, &bits, 4);
     }
-    for (int type = DTYPE_F64; type < DTYPE_COUNT; type++)
-        check_cast((enum dtype)type, DTYPE_F32, &src, n, 0, 0);
+    for (int type = DTYPE_F64; type < DTYPE_COUNT; type++) check_cast((enum dtype)type, DTYPE_F32, &src, n, 0, 0);
     array_free(&src);
 }
 
@@ -243,11 +237,9 @@ Test(kernel_cast, fp8_limits)
     static const uint8_t e5m2[] = {0x5f, 0x5f, 0x5f, 0x60, 0x7c, 0xfc, 0x14, 0x14, 0x7b, 0x7b, 0x7c};
     uint8_t out[11];
     kernel_cast(DTYPE_F8E4M3FN, out, DTYPE_F32, in, 11, 0);
-    for (int i = 0; i < 11; i++)
-        cr_assert_eq(out[i], e4m3fn[i], "%g gives %#x, not %#x", in[i], out[i], e4m3fn[i]);
+    for (int i = 0; i < 11; i++) cr_assert_eq(out[i], e4m3fn[i], "%g gives %#x, not %#x", in[i], out[i], e4m3fn[i]);
     kernel_cast(DTYPE_F8E5M2, out, DTYPE_F32, in, 11, 0);
-    for (int i = 0; i < 11; i++)
-        cr_assert_eq(out[i], e5m2[i], "%g gives %#x, not %#x", in[i], out[i], e5m2[i]);
+    for (int i = 0; i < 11; i++) cr_assert_eq(out[i], e5m2[i], "%g gives %#x, not %#x", in[i], out[i], e5m2[i]);
 }
 
 /* ---- Element types ------------------------------------------------------------------------------------- */
@@ -268,10 +260,9 @@ Test(dtype, dlpack_there_and_back)
 
 Test(dtype, refuses_what_it_does_not_know)
 {
-    static const DLDataType refused[] = {
-        {kDLFloat, 32, 2},   {kDLFloat, 32, 0},        {kDLInt, 4, 1},
-        {kDLBool, 1, 1},     {kDLFloat4_e2m1fn, 4, 1}, {kDLFloat8_e4m3fnuz, 8, 1},
-        {kDLComplex, 32, 1}, {kDLOpaqueHandle, 64, 1}, {kDLFloat, 128, 1}};
+    static const DLDataType refused[] = {{kDLFloat, 32, 2},   {kDLFloat, 32, 0},        {kDLInt, 4, 1},
+                                         {kDLBool, 1, 1},     {kDLFloat4_e2m1fn, 4, 1}, {kDLFloat8_e4m3fnuz, 8, 1},
+                                         {kDLComplex, 32, 1}, {kDLOpaqueHandle, 64, 1}, {kDLFloat, 128, 1}};
     for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
         enum dtype out = DTYPE_COUNT;
         cr_assert_eq(dtype_from_dl(refused[i], "input", &out), FSDP_ERR_UNSUPPORTED);

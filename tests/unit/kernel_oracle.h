@@ -106,11 +106,11 @@ static inline int is_signed(enum dtype type)
     return type >= DTYPE_I8 && type <= DTYPE_I64;
 }
 
-#define READ(type, p)                                                                                        \
-    __extension__({                                                                                          \
-        type read_;                                                                                          \
-        memcpy(&read_, p, sizeof read_);                                                                     \
-        read_;                                                                                               \
+#define READ(type, p)                                                                                                  \
+    __extension__({                                                                                                    \
+        type read_;                                                                                                    \
+        memcpy(&read_, p, sizeof read_);                                                                               \
+        read_;                                                                                                         \
     })
 
 static inline struct value element_get(enum dtype type, const void *p)
@@ -229,10 +229,9 @@ static inline uint64_t random_bits(uint64_t *state)
  * special. */
 static inline void element_random(enum dtype type, void *p, uint64_t *state)
 {
-    static const double special[] = {0.0,    -0.0, NAN,    INFINITY,     -INFINITY, 1e-46,   5e-8,
-                                     449,    464,  465,    65519,        65520,     6e4,     3.39e38,
-                                     3.4e38, 4e38, -1e300, 2147483648.0, 0x1p63,    -0x1p63, 0x1p64,
-                                     127.9,  -129, 9.3e18, 1.9e19,       -0.5};
+    static const double special[] = {0.0,    -0.0,    NAN,    INFINITY, -INFINITY, 1e-46,  5e-8,   449,    464,
+                                     465,    65519,   65520,  6e4,      3.39e38,   3.4e38, 4e38,   -1e300, 2147483648.0,
+                                     0x1p63, -0x1p63, 0x1p64, 127.9,    -129,      9.3e18, 1.9e19, -0.5};
     uint64_t bits[2] = {random_bits(state), random_bits(state)}, choice = random_bits(state) % 8;
     size_t size = dtype_size(type);
     if (is_integer(type) || type == DTYPE_BOOL || choice == 0) {
@@ -265,10 +264,8 @@ static inline struct array array_new(size_t bytes, size_t shift)
 
 static inline void array_free(struct array *a)
 {
-    for (size_t i = 0; i < GUARD + a->shift; i++)
-        cr_assert_eq((uint8_t)a->base[i], 0xa5, "byte before written");
-    for (size_t i = 0; i < GUARD; i++)
-        cr_assert_eq((uint8_t)a->data[a->bytes + i], 0xa5, "byte after written");
+    for (size_t i = 0; i < GUARD + a->shift; i++) cr_assert_eq((uint8_t)a->base[i], 0xa5, "byte before written");
+    for (size_t i = 0; i < GUARD; i++) cr_assert_eq((uint8_t)a->data[a->bytes + i], 0xa5, "byte after written");
     free(a->base);
 }
 
@@ -286,16 +283,15 @@ static inline struct array array_copy(const struct array *from)
     return a;
 }
 
-static inline void assert_elements(enum dtype type, const void *got, const void *want, size_t n,
-                                   const char *what)
+static inline void assert_elements(enum dtype type, const void *got, const void *want, size_t n, const char *what)
 {
     size_t size = dtype_size(type);
     for (size_t i = 0; i < n; i++) {
         const char *g = (const char *)got + i * size, *w = (const char *)want + i * size;
         if (element_equal(type, g, w)) continue;
         struct value a = element_get(type, g), b = element_get(type, w);
-        cr_assert(0, "%s: %s element %zu of %zu is %.20Lg%+.20Lgi, not %.20Lg%+.20Lgi", what,
-                  dtype_name(type), i, n, a.re, a.im, b.re, b.im);
+        cr_assert(0, "%s: %s element %zu of %zu is %.20Lg%+.20Lgi, not %.20Lg%+.20Lgi", what, dtype_name(type), i, n,
+                  a.re, a.im, b.re, b.im);
     }
 }
 

@@ -88,8 +88,7 @@ static void reduce_element(const struct kernel_reduce *how, char *dst, const cha
         const char *at = x[s] ? x[s] : zero;
         struct value v = element_get(type, at);
         if (is_integer(type)) {
-            integer = first ? integer_get(type, at)
-                            : combine_integer(type, how->op, integer, integer_get(type, at));
+            integer = first ? integer_get(type, at) : combine_integer(type, how->op, integer, integer_get(type, at));
         } else if (type == DTYPE_BOOL) {
             truth = first ? v.re != 0 : combine_bool(how->op, truth, v.re != 0);
         } else {
@@ -116,8 +115,7 @@ static void reduce_element(const struct kernel_reduce *how, char *dst, const cha
 /* ---- One comparison ------------------------------------------------------------------------------------ */
 
 /* `missing`: bit s set means that source s is NULL. `in_place`: the source that is dst, or -1. */
-static void check_reduce(const struct kernel_reduce *how, size_t n, size_t shift, unsigned missing,
-                         int in_place)
+static void check_reduce(const struct kernel_reduce *how, size_t n, size_t shift, unsigned missing, int in_place)
 {
     static const char *names[OPS] = {"SUM", "AVG", "PROD", "MIN", "MAX", "BAND", "BOR", "BXOR"};
     size_t src_size = dtype_size(how->src_type), dst_size = dtype_size(how->dst_type);
@@ -138,9 +136,8 @@ static void check_reduce(const struct kernel_reduce *how, size_t n, size_t shift
     }
     if (in_place >= 0) src[in_place] = got.data;
     kernel_reduce(how, got.data, src, n);
-    snprintf(what, sizeof what, "%s of %d %s, stream %d, accumulate %d, missing %#x, in place %d",
-             names[how->op], how->n_src, dtype_name(how->src_type), how->stream, how->accumulate, missing,
-             in_place);
+    snprintf(what, sizeof what, "%s of %d %s, stream %d, accumulate %d, missing %#x, in place %d", names[how->op],
+             how->n_src, dtype_name(how->src_type), how->stream, how->accumulate, missing, in_place);
     assert_elements(how->dst_type, got.data, want.data, n, what);
     array_free(&got);
     array_free(&want);
@@ -210,8 +207,7 @@ Test(kernel_reduce, every_result_type)
 Test(kernel_reduce, scale_and_divisor)
 {
     static const double scales[] = {1, 0.37, 1.0 / 1024, 3}, divisors[] = {1, 2, 3, 8, 7, 0.3};
-    static const enum dtype types[] = {DTYPE_F32,      DTYPE_F64, DTYPE_BF16,
-                                       DTYPE_F8E4M3FN, DTYPE_C64, DTYPE_C128};
+    static const enum dtype types[] = {DTYPE_F32, DTYPE_F64, DTYPE_BF16, DTYPE_F8E4M3FN, DTYPE_C64, DTYPE_C128};
     for (size_t t = 0; t < 6; t++) {
         for (size_t s = 0; s < 4; s++) {
             for (size_t d = 0; d < 6; d++) {
@@ -354,8 +350,8 @@ Test(kernel_norm, sums_powers)
                     sum = isinf(powers[p]) ? fmaxl(sum, a) : sum + powl(a, powers[p]);
                 }
                 real got = kernel_norm(type, x.data, lengths[l], powers[p]);
-                cr_assert(fabsl(got - sum) <= 1e-13L * sum, "%s p %g n %zu: %.20Lg, not %.20Lg",
-                          dtype_name(type), powers[p], lengths[l], got, sum);
+                cr_assert(fabsl(got - sum) <= 1e-13L * sum, "%s p %g n %zu: %.20Lg, not %.20Lg", dtype_name(type),
+                          powers[p], lengths[l], got, sum);
             }
             array_free(&x);
         }

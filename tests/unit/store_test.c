@@ -24,26 +24,24 @@
 
 #define SAYS(text) cr_assert(strstr(err_message(), text), "expected '%s' in: %s", text, err_message())
 
-#define FAILS(call, wanted, text)                                                                            \
-    do {                                                                                                     \
-        fsdp_status got_ = (call);                                                                           \
-        cr_assert(got_ == (wanted), "expected %s, got %s: %s", err_status_name(wanted),                      \
-                  err_status_name(got_), err_message());                                                     \
-        SAYS(text);                                                                                          \
+#define FAILS(call, wanted, text)                                                                                      \
+    do {                                                                                                               \
+        fsdp_status got_ = (call);                                                                                     \
+        cr_assert(got_ == (wanted), "expected %s, got %s: %s", err_status_name(wanted), err_status_name(got_),         \
+                  err_message());                                                                                      \
+        SAYS(text);                                                                                                    \
     } while (0)
 
-#define OK(call)                                                                                             \
-    do {                                                                                                     \
-        fsdp_status got_ = (call);                                                                           \
-        cr_assert(got_ == FSDP_OK, "%s: %s", err_status_name(got_), err_message());                          \
+#define OK(call)                                                                                                       \
+    do {                                                                                                               \
+        fsdp_status got_ = (call);                                                                                     \
+        cr_assert(got_ == FSDP_OK, "%s: %s", err_status_name(got_), err_message());                                    \
     } while (0)
 
 static fsdp_store_options options_of(int32_t rank, int32_t world_size, int64_t timeout_ms)
 {
-    return (fsdp_store_options){.struct_size = sizeof(fsdp_store_options),
-                                .rank = rank,
-                                .world_size = world_size,
-                                .timeout_ms = timeout_ms};
+    return (fsdp_store_options){
+        .struct_size = sizeof(fsdp_store_options), .rank = rank, .world_size = world_size, .timeout_ms = timeout_ms};
 }
 
 static void clear_environment(void)
@@ -135,8 +133,7 @@ static int free_port(void)
     struct sockaddr_in a = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t size = sizeof a;
     int fd = socket(AF_INET, SOCK_STREAM, 0);
-    cr_assert(bind(fd, (struct sockaddr *)&a, sizeof a) == 0 &&
-              getsockname(fd, (struct sockaddr *)&a, &size) == 0);
+    cr_assert(bind(fd, (struct sockaddr *)&a, sizeof a) == 0 && getsockname(fd, (struct sockaddr *)&a, &size) == 0);
     close(fd);
     return ntohs(a.sin_port);
 }
@@ -242,8 +239,8 @@ Test(store_env, each_launcher_names_its_ranks)
         int32_t rank, world_size;
         set_variables(cases[i].variables);
         OK(store_env_identity(&launcher, &rank, &world_size));
-        cr_assert(launcher == cases[i].launcher && rank == cases[i].rank && world_size == cases[i].world_size,
-                  "%s", cases[i].variables);
+        cr_assert(launcher == cases[i].launcher && rank == cases[i].rank && world_size == cases[i].world_size, "%s",
+                  cases[i].variables);
     }
 }
 
@@ -385,8 +382,7 @@ Test(store_open, options_are_checked)
 Test(store_open, one_rank_needs_nothing)
 {
     static const char *const cases[] = {"", "RANK=0 WORLD_SIZE=1", "SLURM_NTASKS=8",
-                                        "RANK=0 WORLD_SIZE=1 MASTER_ADDR=h",
-                                        "FSDP_STORE=tcp://nowhere.invalid:1"};
+                                        "RANK=0 WORLD_SIZE=1 MASTER_ADDR=h", "FSDP_STORE=tcp://nowhere.invalid:1"};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         fsdp_store *store;
         set_variables(cases[i]);
@@ -501,8 +497,7 @@ Test(store_keys, wrong_use_is_refused, .timeout = 30)
         OK(store_set(store, "max", "9223372036854775807", 19));
         FAILS(store_add(store, "max", 1, &sum), FSDP_ERR_INVALID, "64 bits");
         cr_assert_eq(sum, 77);
-        FAILS(store_get(store, "never", buffer, 4, &bytes), FSDP_ERR_TIMEOUT,
-              "'never' was not set within 300 ms");
+        FAILS(store_get(store, "never", buffer, 4, &bytes), FSDP_ERR_TIMEOUT, "'never' was not set within 300 ms");
         FAILS(store_wait(store, "never"), FSDP_ERR_TIMEOUT, "'never'");
         OK(store_set(store, "k", "v", 1));
         store_release(store);
@@ -546,11 +541,9 @@ Test(store_keys, a_forked_child_is_refused_and_harms_nothing, .timeout = 10)
             char buffer[8];
             size_t bytes;
             int64_t sum;
-            int right = store_set(store, "k", "w", 1) == FSDP_ERR_FORKED &&
-                        strstr(err_message(), "forked child") &&
+            int right = store_set(store, "k", "w", 1) == FSDP_ERR_FORKED && strstr(err_message(), "forked child") &&
                         store_get(store, "k", buffer, 8, &bytes) == FSDP_ERR_FORKED &&
-                        store_add(store, "n", 1, &sum) == FSDP_ERR_FORKED &&
-                        store_wait(store, "k") == FSDP_ERR_FORKED;
+                        store_add(store, "n", 1, &sum) == FSDP_ERR_FORKED && store_wait(store, "k") == FSDP_ERR_FORKED;
             store_release(store);
             right = right && mem_set_allocator(NULL, NULL, NULL) == FSDP_OK;
             _exit(right ? 0 : 1);
@@ -621,10 +614,8 @@ Test(store_tcp, an_address_that_can_not_be_listened_at, .timeout = 10)
     fsdp_store *store;
     fsdp_store_options o = options_of(0, 1, 300);
     remember();
-    FAILS(store_open("tcp://192.0.2.77:29511", &o, &store), FSDP_ERR_RENDEZVOUS,
-          "not an address of this machine");
-    FAILS(store_open("tcp://no.such.host.invalid:29511", &o, &store), FSDP_ERR_RENDEZVOUS,
-          "can't be resolved");
+    FAILS(store_open("tcp://192.0.2.77:29511", &o, &store), FSDP_ERR_RENDEZVOUS, "not an address of this machine");
+    FAILS(store_open("tcp://no.such.host.invalid:29511", &o, &store), FSDP_ERR_RENDEZVOUS, "can't be resolved");
     nothing_is_left();
 }
 
@@ -812,8 +803,7 @@ static int32_t host_set(void *user, const char *key, const void *value, size_t b
     return host->code;
 }
 
-static int32_t host_get(void *user, const char *key, void *buffer, size_t capacity, size_t *bytes,
-                        int64_t timeout_ms)
+static int32_t host_get(void *user, const char *key, void *buffer, size_t capacity, size_t *bytes, int64_t timeout_ms)
 {
     struct host *host = user;
     strcpy(host->key, key);

@@ -13,10 +13,10 @@ static void expect_word(const char *word)
     cr_expect(strstr(err_message(), word) != NULL, "no \"%s\" in \"%s\"", word, err_message());
 }
 
-#define REFUSED(call, status, word)                                                                          \
-    do {                                                                                                     \
-        cr_expect_eq(call, status, "%s", #call);                                                             \
-        expect_word(word);                                                                                   \
+#define REFUSED(call, status, word)                                                                                    \
+    do {                                                                                                               \
+        cr_expect_eq(call, status, "%s", #call);                                                                       \
+        expect_word(word);                                                                                             \
     } while (0)
 
 static DLTensor host(void *data, enum dtype type, int ndim, int64_t *shape, int64_t *strides)
@@ -45,8 +45,7 @@ Test(tensor, element_0_is_at_data_plus_byte_offset)
 Test(tensor, strides_that_mean_nothing_are_ignored)
 {
     struct tensor t;
-    int64_t one[] = {1, 4, 1}, odd[] = {-77, 1, 1 << 20}, empty[] = {3, 0, 2},
-            huge[] = {INT64_MAX, INT64_MIN, -1};
+    int64_t one[] = {1, 4, 1}, odd[] = {-77, 1, 1 << 20}, empty[] = {3, 0, 2}, huge[] = {INT64_MAX, INT64_MIN, -1};
     DLTensor dl = host(arena, DTYPE_I16, 3, one, odd);
     cr_assert_eq(tensor_import_output(&dl, "out", &t), FSDP_OK);
     cr_expect(t.contiguous && t.count == 4);
@@ -55,8 +54,7 @@ Test(tensor, strides_that_mean_nothing_are_ignored)
     cr_expect(t.contiguous && t.count == 0 && t.bytes == 0 && !t.data);
     dl = host(arena, DTYPE_C128, 0, NULL, NULL);
     cr_assert_eq(tensor_import_output(&dl, "out", &t), FSDP_OK);
-    cr_expect(t.contiguous && t.count == 1 && t.bytes == 16 && tensor_rows(&t) == 1 &&
-              tensor_row_count(&t) == 1);
+    cr_expect(t.contiguous && t.count == 1 && t.bytes == 16 && tensor_rows(&t) == 1 && tensor_row_count(&t) == 1);
 }
 
 Test(tensor, empty_tensors_may_have_rows_of_any_size)
@@ -135,16 +133,14 @@ static void pick(struct picked *p, enum dtype type, uint64_t *state)
         else
             high += reach;
     }
-    int64_t room = ARENA - (high - low + 1) * (int64_t)size,
-            grain = random_bits(state) & 1 ? 1 : (int64_t)size;
+    int64_t room = ARENA - (high - low + 1) * (int64_t)size, grain = random_bits(state) & 1 ? 1 : (int64_t)size;
     if (room <= 0) {
         pick(p, type, state);
         return;
     }
     if (room > ARENA / 4) room = ARENA / 4; /* close together, so that many overlap */
     int64_t at = (int64_t)(random_bits(state) % (uint64_t)room) / grain * grain;
-    p->dl = host(arena + at - low * (int64_t)size, type, ndim, p->shape,
-                 random_bits(state) % 4 ? p->strides : NULL);
+    p->dl = host(arena + at - low * (int64_t)size, type, ndim, p->shape, random_bits(state) % 4 ? p->strides : NULL);
     if (!p->dl.strides) p->dl.data = arena; /* row-major: at most 27 elements */
 }
 
@@ -197,8 +193,8 @@ Test(tensor, an_output_never_has_two_elements_in_one_place)
             refused++;
         }
     }
-    cr_expect(taken > 5000 && strided > 1000 && refused > 1000, "%d taken, %d of them strided, %d refused",
-              taken, strided, refused);
+    cr_expect(taken > 5000 && strided > 1000 && refused > 1000, "%d taken, %d of them strided, %d refused", taken,
+              strided, refused);
 }
 
 Test(tensor, regular_outputs_are_taken)
@@ -243,8 +239,7 @@ Test(tensor, overlap_is_never_missed_and_exact_for_contiguous_tensors)
         for (int k = 0; k < 2; k++) {
             tensor_range(&t[k], &low[k], &high[k]);
             for (int b = 0; b < ARENA; b++)
-                cr_assert(!marks[k][b] ||
-                          ((uintptr_t)(arena + b) >= low[k] && (uintptr_t)(arena + b) < high[k]));
+                cr_assert(!marks[k][b] || ((uintptr_t)(arena + b) >= low[k] && (uintptr_t)(arena + b) < high[k]));
             cr_assert(marks[k][(char *)low[k] - arena] && marks[k][(char *)high[k] - 1 - arena],
                       "the range is not tight");
         }
@@ -287,8 +282,7 @@ Test(tensor, copies_any_layout_to_any_other_and_nothing_else)
         out.dl.ndim = in.dl.ndim;
         memcpy(out.shape, in.shape, sizeof in.shape);
         out.dl.strides = NULL, out.dl.data = arena + 8; /* as a rule row-major, or: */
-        int64_t turned[3], step = 1 + (int64_t)(random_bits(&state) % 2),
-                           first = (int64_t)(random_bits(&state) % 3);
+        int64_t turned[3], step = 1 + (int64_t)(random_bits(&state) % 2), first = (int64_t)(random_bits(&state) % 3);
         for (int k = 0; k < in.dl.ndim; k++) {
             int d = (int)((k + first) % in.dl.ndim);
             turned[d] = step;
@@ -303,15 +297,13 @@ Test(tensor, copies_any_layout_to_any_other_and_nothing_else)
         memcpy(arena, source, ARENA);
         tensor_pack(dense, &from);
         for (int64_t e = 0; e < from.count; e++)
-            cr_assert_arr_eq(dense + (size_t)e * size, element_of(&from, e), size, "element %lld",
-                             (long long)e);
+            cr_assert_arr_eq(dense + (size_t)e * size, element_of(&from, e), size, "element %lld", (long long)e);
         cr_assert_arr_eq(arena, source, ARENA, "packing wrote to its input");
 
         memcpy(before, arena, ARENA);
         tensor_unpack(&to, dense);
         for (int64_t e = 0; e < to.count; e++) {
-            cr_assert_arr_eq(element_of(&to, e), dense + (size_t)e * size, size, "element %lld",
-                             (long long)e);
+            cr_assert_arr_eq(element_of(&to, e), dense + (size_t)e * size, size, "element %lld", (long long)e);
             memcpy(element_of(&to, e), before + (element_of(&to, e) - arena), size);
         }
         cr_assert_arr_eq(arena, before, ARENA, "written outside the output");
@@ -328,8 +320,7 @@ Test(tensor, casts_through_strides_as_it_casts_in_a_row)
         for (int b = 0; b < DTYPE_COUNT; b++) {
             enum dtype in_type = (enum dtype)a, out_type = (enum dtype)b;
             size_t in_size = dtype_size(in_type), out_size = dtype_size(out_type);
-            DLTensor dl_in = host(in, in_type, 1, shape, in_step),
-                     dl_out = host(out, out_type, 1, shape, out_step);
+            DLTensor dl_in = host(in, in_type, 1, shape, in_step), dl_out = host(out, out_type, 1, shape, out_step);
             struct tensor from, to;
             cr_assert_eq(tensor_import(&dl_in, "in", &from), FSDP_OK);
             cr_assert_eq(tensor_import_output(&dl_out, "out", &to), FSDP_OK);
@@ -344,8 +335,8 @@ Test(tensor, casts_through_strides_as_it_casts_in_a_row)
             else
                 kernel_cast(out_type, dense_out, in_type, dense_in, N, 0);
             for (size_t i = 0; i < N; i++) {
-                cr_assert_arr_eq(out + 2 * i * out_size, dense_out + i * out_size, out_size,
-                                 "%s to %s, element %zu", dtype_name(in_type), dtype_name(out_type), i);
+                cr_assert_arr_eq(out + 2 * i * out_size, dense_out + i * out_size, out_size, "%s to %s, element %zu",
+                                 dtype_name(in_type), dtype_name(out_type), i);
                 for (size_t k = 0; k < out_size; k++)
                     cr_assert_eq(out[(2 * i + 1) * out_size + k], 0x77, "a gap was written");
             }

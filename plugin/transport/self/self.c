@@ -18,7 +18,8 @@ struct self {
 static fsdp_status self_create(const struct transport_setup *setup, struct transport **out)
 {
     if (setup->size != 1)
-        return err(FSDP_ERR_UNSUPPORTED, "group '%s': the self transport takes one rank, not %d", setup->name, setup->size);
+        return err(FSDP_ERR_UNSUPPORTED, "group '%s': the self transport takes one rank, not %d", setup->name,
+                   setup->size);
     struct self *t = mem_alloc(sizeof *t);
     if (!t) return mem_none("a group's transport", sizeof *t);
     t->base.ops = &transport_self;
@@ -33,8 +34,8 @@ static void self_destroy(struct transport *base)
     mem_free(base);
 }
 
-static fsdp_status self_exchange(struct transport *base, const struct call_header *mine, const void *payload, size_t bytes,
-                                 const struct transfer *transfer, struct deadline deadline)
+static fsdp_status self_exchange(struct transport *base, const struct call_header *mine, const void *payload,
+                                 size_t bytes, const struct transfer *transfer, struct deadline deadline)
 {
     struct self *t = (struct self *)base;
     TRY(transport_status(base));

@@ -38,7 +38,8 @@ fsdp_status shm_direct_offer(struct shm *t, struct slot *slot, const struct tran
     return FSDP_OK;
 }
 
-static fsdp_status read_from(struct shm *t, int rank, uint64_t address, void *to, size_t bytes, struct deadline deadline)
+static fsdp_status read_from(struct shm *t, int rank, uint64_t address, void *to, size_t bytes,
+                             struct deadline deadline)
 {
     int failed = os_read_peer(t->pids[rank], address, to, bytes);
     if (failed == 0) {
@@ -46,15 +47,14 @@ static fsdp_status read_from(struct shm *t, int rank, uint64_t address, void *to
         return FSDP_OK;
     }
     TRY(shm_check_unreadable(t, deadline)); /* its end is the likelier reason, and names it better */
-    err_sys(FSDP_ERR_SYSTEM, failed, "group '%s': reading %zu bytes of rank %d's memory in %s (operation %llu)", t->name, bytes,
-            rank, deadline.doing, (unsigned long long)deadline.sequence);
+    err_sys(FSDP_ERR_SYSTEM, failed, "group '%s': reading %zu bytes of rank %d's memory in %s (operation %llu)",
+            t->name, bytes, rank, deadline.doing, (unsigned long long)deadline.sequence);
     err_operation(deadline.kind, deadline.sequence, rank, -1);
     return shm_fail_now(t, FSDP_ERR_SYSTEM);
 }
 
 /* The pieces' addresses on each rank: [rank * 2n + i] in, [rank * 2n + n + i] out. */
-static fsdp_status collect(struct shm *t, const struct transfer *transfer, struct deadline deadline,
-                           uint64_t **out)
+static fsdp_status collect(struct shm *t, const struct transfer *transfer, struct deadline deadline, uint64_t **out)
 {
     size_t n = (size_t)transfer->n_pieces, row = 2 * n;
     uint64_t *all = mem_array(row * (size_t)t->base.size, sizeof *all);
@@ -142,7 +142,8 @@ static fsdp_status results(struct shm *t, const struct transfer *transfer, const
     return FSDP_OK;
 }
 
-static fsdp_status move(struct shm *t, const struct transfer *transfer, const uint64_t *addresses, struct deadline deadline)
+static fsdp_status move(struct shm *t, const struct transfer *transfer, const uint64_t *addresses,
+                        struct deadline deadline)
 {
     int me = t->base.rank, size = t->base.size;
     size_t row = 2 * (size_t)transfer->n_pieces;

@@ -82,8 +82,8 @@ static fsdp_status verdict_take(struct verdict *v)
 
 static fsdp_status ended(const struct shm *t, int rank)
 {
-    err(FSDP_ERR_PEER_LOST, "group '%s': rank %d has ended, or given up, while the group was being made: see its output",
-        t->name, rank);
+    err(FSDP_ERR_PEER_LOST,
+        "group '%s': rank %d has ended, or given up, while the group was being made: see its output", t->name, rank);
     err_operation(FSDP_OP_NONE, 0, rank, -1);
     return FSDP_ERR_PEER_LOST;
 }
@@ -137,8 +137,8 @@ static fsdp_status segment_make(struct shm *t, const struct transport_setup *set
     fsdp_status status = os_segment_create(label, l.bytes, &t->fd);
     if (status == FSDP_OK) status = os_map_shared(t->fd, 0, l.bytes, &base);
     if (status != FSDP_OK)
-        return err_prefix(status, "shared segment of %zu bytes for %d ranks (staging_bytes %lld each): ", l.bytes, setup->size,
-                          (long long)setup->staging_bytes);
+        return err_prefix(status, "shared segment of %zu bytes for %d ranks (staging_bytes %lld each): ", l.bytes,
+                          setup->size, (long long)setup->staging_bytes);
     attach(t, base, &l);
     return FSDP_OK;
 }
@@ -269,7 +269,8 @@ static fsdp_status take_welcome(struct shm *t, const struct welcome *welcome, in
     void *base;
     TRY(os_segment_size(t->fd, &actual));
     if (welcome->bytes != l->bytes || actual < l->bytes)
-        return err(FSDP_ERR_RENDEZVOUS, "group '%s': rank 0 laid out %llu bytes, this rank %zu: do all ranks load the same libfsdp?",
+        return err(FSDP_ERR_RENDEZVOUS,
+                   "group '%s': rank 0 laid out %llu bytes, this rank %zu: do all ranks load the same libfsdp?",
                    t->name, (unsigned long long)welcome->bytes, l->bytes);
     TRY(os_map_shared(t->fd, 0, l->bytes, &base));
     attach(t, base, l);
@@ -362,10 +363,11 @@ static fsdp_status probe_peers(struct shm *t, int32_t wanted, const struct welco
     if (all || wanted != 1) return FSDP_OK;
     char whose[24] = "its peers'";
     if (failed_rank >= 0) snprintf(whose, sizeof whose, "rank %d's", failed_rank);
-    return err_sys(FSDP_ERR_UNSUPPORTED, failed ? failed : EPERM,
-                   "group '%s': direct_read is required, but rank %d may not read %s memory (see yama's ptrace_scope, seccomp, "
-                   "user namespaces); leave direct_read at 0 to use staging",
-                   t->name, refused, whose);
+    return err_sys(
+        FSDP_ERR_UNSUPPORTED, failed ? failed : EPERM,
+        "group '%s': direct_read is required, but rank %d may not read %s memory (see yama's ptrace_scope, seccomp, "
+        "user namespaces); leave direct_read at 0 to use staging",
+        t->name, refused, whose);
 }
 
 /* Step 1: what this rank needs of its own. */
@@ -392,8 +394,8 @@ static fsdp_status check_all(const struct shm *t, struct hello *all)
         if (h->magic == 0)
             return err(FSDP_ERR_RENDEZVOUS, "group '%s': rank %d could not take part: see its output", t->name, r);
         if (h->magic != SHM_MAGIC || h->version != SHM_VERSION)
-            return err(FSDP_ERR_RENDEZVOUS, "group '%s': rank %d speaks another protocol: do all ranks load the same libfsdp?",
-                       t->name, r);
+            return err(FSDP_ERR_RENDEZVOUS,
+                       "group '%s': rank %d speaks another protocol: do all ranks load the same libfsdp?", t->name, r);
         if (h->status != FSDP_OK) {
             if (r == t->base.rank)
                 err(h->status, "group '%s': %s", t->name, h->message);
@@ -404,12 +406,14 @@ static fsdp_status check_all(const struct shm *t, struct hello *all)
         }
         if (strcmp(h->host, all[0].host) != 0)
             return err(FSDP_ERR_UNSUPPORTED,
-                       "group '%s': rank 0 and rank %d are on different hosts or network namespaces (%s, %s): the shm transport "
+                       "group '%s': rank 0 and rank %d are on different hosts or network namespaces (%s, %s): the shm "
+                       "transport "
                        "needs one host",
                        t->name, r, all[0].host, h->host);
         if (h->uid != all[0].uid)
-            return err(FSDP_ERR_UNSUPPORTED, "group '%s': rank 0 runs as user %u, rank %d as user %u: they must be the same",
-                       t->name, all[0].uid, r, h->uid);
+            return err(FSDP_ERR_UNSUPPORTED,
+                       "group '%s': rank 0 runs as user %u, rank %d as user %u: they must be the same", t->name,
+                       all[0].uid, r, h->uid);
     }
     return FSDP_OK;
 }

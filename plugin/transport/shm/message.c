@@ -49,7 +49,8 @@ static fsdp_status mismatch(const struct message *m, int rank_a, int rank_b, enu
 {
     const char *other = type < DTYPE_COUNT ? dtype_name(type) : "unknown";
     err(FSDP_ERR_MISMATCH, "%s with rank %d, tag %d: this rank gives %lld elements of %s, rank %d %lld of %s",
-        m->sending ? "send" : "recv", rank_b, m->tag, (long long)m->count, dtype_name(m->type), rank_b, (long long)count, other);
+        m->sending ? "send" : "recv", rank_b, m->tag, (long long)m->count, dtype_name(m->type), rank_b,
+        (long long)count, other);
     err_operation(m->sending ? FSDP_OP_SEND : FSDP_OP_RECV, 0, rank_a, rank_b);
     return FSDP_ERR_MISMATCH;
 }
@@ -107,7 +108,9 @@ static fsdp_status send_step(struct shm *t, struct message *m, int *done, int *m
     struct channel *channel = channel_of(t, t->base.rank, m->peer);
     struct entry *entry = &channel->entries[m->slot];
     switch (state_of(entry)) {
-    case ENTRY_TAKEN: *moved = send_flow(t, m, channel); return FSDP_OK;
+    case ENTRY_TAKEN:
+        *moved = send_flow(t, m, channel);
+        return FSDP_OK;
     case ENTRY_DONE:
         set_state(entry, ENTRY_FREE);
         *done = *moved = 1;
@@ -119,7 +122,8 @@ static fsdp_status send_step(struct shm *t, struct message *m, int *done, int *m
         *done = *moved = 1;
         return mismatch(m, t->base.rank, m->peer, type, count);
     }
-    default: return FSDP_OK;
+    default:
+        return FSDP_OK;
     }
 }
 
@@ -148,7 +152,8 @@ static struct entry *oldest_posted(struct shm *t, int source, int32_t tag, int *
     return best;
 }
 
-static fsdp_status recv_finish(struct shm *t, struct message *m, struct entry *entry, uint32_t state, int *done, int *moved)
+static fsdp_status recv_finish(struct shm *t, struct message *m, struct entry *entry, uint32_t state, int *done,
+                               int *moved)
 {
     set_state(entry, state);
     ring(t, m->source);

@@ -13,7 +13,8 @@
 static fsdp_status place_new(struct shm *t, size_t bytes, uint32_t *index)
 {
     if (t->n_places == SHM_REGIONS)
-        return err(FSDP_ERR_NOMEM, "a group holds at most %d units' shared memory: put more parameters into a unit", SHM_REGIONS);
+        return err(FSDP_ERR_NOMEM, "a group holds at most %d units' shared memory: put more parameters into a unit",
+                   SHM_REGIONS);
     if (t->n_places == t->room_for_places) {
         uint32_t room = t->room_for_places ? 2 * t->room_for_places : 16;
         struct place *more = mem_array(room, sizeof *more);
@@ -36,7 +37,8 @@ fsdp_status shm_region_reserve(struct transport *base, size_t bytes, struct regi
     size_t want = os_page_round(bytes ? bytes : 1);
     uint32_t n = t->n_places, index = n;
     for (uint32_t i = 0; i < n; i++) { /* the smallest free range that is large enough */
-        if (atomic_load_explicit(&t->segment->holders[i], memory_order_acquire) != 0 || t->places[i].bytes < want) continue;
+        if (atomic_load_explicit(&t->segment->holders[i], memory_order_acquire) != 0 || t->places[i].bytes < want)
+            continue;
         if (index == n || t->places[i].bytes < t->places[index].bytes) index = i;
     }
     if (index < n)
@@ -53,9 +55,10 @@ fsdp_status shm_region_map(struct transport *base, struct region *region)
     struct shm *t = (struct shm *)base;
     size_t size;
     TRY(os_segment_size(t->fd, &size));
-    if (region->bytes > size || region->offset > size - region->bytes || region->cell < 0 || region->cell >= SHM_REGIONS)
-        return err(FSDP_ERR_INTERNAL, "region of %zu bytes at %zu lies outside a segment of %zu", region->bytes, region->offset,
-                   size);
+    if (region->bytes > size || region->offset > size - region->bytes || region->cell < 0 ||
+        region->cell >= SHM_REGIONS)
+        return err(FSDP_ERR_INTERNAL, "region of %zu bytes at %zu lies outside a segment of %zu", region->bytes,
+                   region->offset, size);
     region->fd = t->fd;
     void *at;
     TRY(os_map_shared(t->fd, region->offset, region->bytes, &at));
@@ -73,7 +76,8 @@ void shm_region_release(struct transport *base, struct region *region)
     _Atomic uint32_t *word = &t->segment->holders[region->cell];
     uint32_t holders = atomic_load_explicit(word, memory_order_acquire);
     while (holders > 1 && !atomic_compare_exchange_weak_explicit(word, &holders, holders - 1, memory_order_acq_rel,
-                                                                 memory_order_acquire)) {}
+                                                                 memory_order_acquire)) {
+    }
     if (holders != 1) return;
     os_segment_discard(t->fd, region->offset, region->bytes);
     atomic_store_explicit(word, 0, memory_order_release);

@@ -31,11 +31,10 @@ static fsdp_status shm_create(const struct transport_setup *setup, struct transp
         return status;
     }
     /* Spinning pays when every rank has a processor of its own; otherwise the peer may need this one. */
-    t->spin_ns = setup->spin_us > 0 ? (int64_t)setup->spin_us * 1000
-                 : setup->spin_us < 0 || t->crowded ? 0
-                                                             : 100000;
-    LOG(FSDP_LOG_INFO, "group '%s': rank %d of %d over shared memory, direct reads %s, %s", t->name, setup->rank, setup->size,
-        t->base.direct_read ? "allowed" : "not used", t->crowded ? "more ranks than processors" : "a processor each");
+    t->spin_ns = setup->spin_us > 0 ? (int64_t)setup->spin_us * 1000 : setup->spin_us < 0 || t->crowded ? 0 : 100000;
+    LOG(FSDP_LOG_INFO, "group '%s': rank %d of %d over shared memory, direct reads %s, %s", t->name, setup->rank,
+        setup->size, t->base.direct_read ? "allowed" : "not used",
+        t->crowded ? "more ranks than processors" : "a processor each");
     *out = &t->base;
     return FSDP_OK;
 }
@@ -86,8 +85,8 @@ static void shm_tell_failure(struct transport *base)
 
 /* ---- exchange */
 
-static fsdp_status shm_exchange(struct transport *base, const struct call_header *mine, const void *payload, size_t bytes,
-                                const struct transfer *transfer, struct deadline deadline)
+static fsdp_status shm_exchange(struct transport *base, const struct call_header *mine, const void *payload,
+                                size_t bytes, const struct transfer *transfer, struct deadline deadline)
 {
     struct shm *t = (struct shm *)base;
     TRY(shm_status(base));
@@ -100,13 +99,18 @@ static fsdp_status shm_exchange(struct transport *base, const struct call_header
     slot->payload_bytes = bytes;
     if (bytes) memcpy(slot->payload, payload, bytes);
     switch (t->route) {
-    case ROUTE_INLINE: shm_inline_fill(t, slot, transfer); break;
+    case ROUTE_INLINE:
+        shm_inline_fill(t, slot, transfer);
+        break;
     case ROUTE_STAGE:
         slot->longest = shm_stage_longest(t, transfer);
         TRY(shm_stage_first(t, transfer, deadline));
         break;
-    case ROUTE_DIRECT: TRY(shm_direct_offer(t, slot, transfer)); break;
-    default: break;
+    case ROUTE_DIRECT:
+        TRY(shm_direct_offer(t, slot, transfer));
+        break;
+    default:
+        break;
     }
     t->sequence = number;
     shm_publish(&area->posted, number);
@@ -132,10 +136,15 @@ static fsdp_status shm_move(struct transport *base, const struct transfer *trans
 {
     struct shm *t = (struct shm *)base;
     switch (t->route) {
-    case ROUTE_INLINE: shm_inline_move(t, transfer); return FSDP_OK;
-    case ROUTE_STAGE: return shm_stage_move(t, transfer, deadline);
-    case ROUTE_DIRECT: return shm_direct_move(t, transfer, deadline);
-    default: return FSDP_OK;
+    case ROUTE_INLINE:
+        shm_inline_move(t, transfer);
+        return FSDP_OK;
+    case ROUTE_STAGE:
+        return shm_stage_move(t, transfer, deadline);
+    case ROUTE_DIRECT:
+        return shm_direct_move(t, transfer, deadline);
+    default:
+        return FSDP_OK;
     }
 }
 
