@@ -94,8 +94,8 @@ struct pace {
 /* One operation's use of it. */
 struct pacer {
     struct pace *pace;
-    int32_t trying;
-    int32_t past; /* write past the cache now */
+    int32_t trying; /* 1, 2: the first and second in a row; 0: not now */
+    int32_t past;   /* write past the cache now */
     int64_t since;
 };
 
