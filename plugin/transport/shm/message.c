@@ -16,6 +16,8 @@
 
 #include <string.h>
 
+#define ALONE_NS 500000000
+
 enum { STAGE_NEW, STAGE_POSTED, STAGE_MATCHED, STAGE_FLOWING };
 
 static struct channel *channel_of(struct shm *t, int from, int to)
@@ -289,6 +291,9 @@ fsdp_status shm_message_check(struct transport *base, const struct message *m, s
         if (!atomic_load_explicit(&t->areas[r].left, memory_order_acquire)) return shm_check(t, -1, NULL, 0, deadline);
     }
     if (gone < 0) return shm_status(base);
+    /* This rank itself may still send what a receive from any rank waits for: give it a moment. */
+    int64_t begun_ns = deadline.at_ns - deadline.timeout_ms * 1000000;
+    if (m->source < 0 && os_now_ns() - begun_ns < ALONE_NS) return shm_status(base);
     /* Whoever could serve it has released the group, which takes a rank to the end of its own messages first. */
     if (m->sending && m->stage != STAGE_NEW) {
         uint32_t state = state_of(&channel_of(t, base->rank, m->peer)->entries[m->slot]);
