@@ -72,7 +72,7 @@ struct store_server {
     char conflict[STORE_TEXT_MAX];
 
     int64_t accept_after;
-    int n_peers;
+    int n_peers, n_polled; /* places; those before the last one in use, which are all that poll sees */
     struct peer *peers;
     struct pollfd *polls; /* wake, listener, peers */
 };
@@ -370,7 +370,8 @@ static void peer_read(struct store_server *server, struct peer *peer)
 
 /* ---- The thread --------------------------------------------------------------------------------------- */
 
-/* A free place, if need be that of the connection that has gone longest without a HELLO. */
+/* The lowest free place, if need be that of the connection that has gone longest without a HELLO. Lowest, since poll
+ * refuses more entries than the process may have descriptors, be they in use or not: see prepare. */
 static struct peer *find_place(struct store_server *server)
 {
     struct peer *oldest = NULL;
@@ -424,7 +425,7 @@ static void expire(struct store_server *server, int64_t now)
     }
 }
 
-/* Fills the poll array; how long to poll. */
+/* Fills the poll array up to the last place in use; how long to poll. */
 static int prepare(struct store_server *server)
 {
     int64_t now = store_now_ms(), next = now + 60000;
@@ -432,9 +433,11 @@ static int prepare(struct store_server *server)
     int listening = now >= server->accept_after;
     server->polls[1] = (struct pollfd){.fd = listening ? atomic_load(&server->listener) : -1, .events = POLLIN};
     if (!listening && server->accept_after < next) next = server->accept_after;
+    server->n_polled = 0;
     for (int i = 0; i < server->n_peers; i++) {
         const struct peer *peer = &server->peers[i];
         int fd = atomic_load(&peer->fd);
+        if (fd >= 0) server->n_polled = i + 1;
         short events = peer->reply ? POLLOUT : peer->parked ? POLLRDHUP : POLLIN;
         server->polls[2 + i] = (struct pollfd){.fd = fd, .events = events};
         if (fd >= 0 && (peer->parked || !peer->greeted) && peer->deadline < next) next = peer->deadline;
@@ -444,7 +447,7 @@ static int prepare(struct store_server *server)
 
 static void step(struct store_server *server)
 {
-    for (int i = 0; i < server->n_peers; i++) {
+    for (int i = 0; i < server->n_polled; i++) {
         struct peer *peer = &server->peers[i];
         short happened = server->polls[2 + i].revents;
         /* A step may have closed or answered a peer whose events were seen before. */
@@ -466,7 +469,7 @@ static void *serve(void *arg)
     while (!atomic_load(&server->stop)) {
         int wait_ms = prepare(server);
         atomic_store(&server->in_step, 0);
-        int n = poll(server->polls, (nfds_t)server->n_peers + 2, wait_ms);
+        int n = poll(server->polls, (nfds_t)server->n_polled + 2, wait_ms);
         atomic_store(&server->in_step, 1);
         if (n >= 0)
             step(server);

@@ -13,6 +13,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -241,6 +242,23 @@ Test(meet, eight_ranks)
         for (int i = 0; i < 8; i++) cr_assert_eq(outcomes[i].number, 50 * 36, "kind %d: adds got lost", kind);
     }
     cr_assert_neq(access(path, F_OK), 0, "the file is gone");
+}
+
+static fsdp_status meet_with_few_descriptors(int32_t rank, struct outcome *out)
+{
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return err(FSDP_ERR_SYSTEM, "getrlimit");
+    limit.rlim_cur = 40; /* more than 8 ranks need, less than the server has places for */
+    if (setrlimit(RLIMIT_NOFILE, &limit) != 0) return err(FSDP_ERR_SYSTEM, "setrlimit");
+    return meet_8(rank, out);
+}
+
+Test(meet, eight_ranks_that_may_have_40_descriptors)
+{
+    use_tcp();
+    run_ranks(8, meet_with_few_descriptors);
+    expect_all(8, FSDP_OK, "");
+    cr_assert_eq(outcomes[0].number, 50 * 36);
 }
 
 static fsdp_status rank_0_late(int32_t rank, struct outcome *out)
