@@ -10,6 +10,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/ioctl.h>
@@ -59,6 +60,16 @@ void os_futex_wait(_Atomic uint32_t *word, uint32_t expected, int64_t timeout_ns
 void os_futex_wake(_Atomic uint32_t *word)
 {
     syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+int os_thread_start(pthread_t *thread, void *(*body)(void *), void *argument)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int failed = pthread_create(thread, NULL, body, argument);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return failed;
 }
 
 /* ---- fork and peers */
@@ -257,7 +268,7 @@ fsdp_status os_segment_reserve(int fd, size_t offset, size_t bytes)
 
 void os_segment_discard(int fd, size_t offset, size_t bytes)
 {
-    if (fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset, (off_t)bytes) != 0) return;
+    (void)!fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset, (off_t)bytes);
 }
 
 static fsdp_status map_result(void *at, size_t bytes, const char *what, void **out)

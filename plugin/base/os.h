@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 
+#include <pthread.h>
 #include <stdatomic.h>
 #include <sys/types.h>
 
@@ -28,6 +29,9 @@ static inline void os_relax(void)
 /* Sleep while *word == expected, at most timeout_ns; spurious returns allowed. Across processes. */
 void os_futex_wait(_Atomic uint32_t *word, uint32_t expected, int64_t timeout_ns);
 void os_futex_wake(_Atomic uint32_t *word);
+
+/* A thread that takes none of the host's signals. 0 or an errno. */
+int os_thread_start(pthread_t *thread, void *(*body)(void *), void *argument);
 
 /* ---- fork and peers (os.c) */
 

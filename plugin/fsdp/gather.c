@@ -51,7 +51,7 @@ static fsdp_status pieces_gather(fsdp_work *work, fsdp_unit *unit)
                                              .in_split = {.only = -1},
                                              .out_split = {.count = p->count, .at = p->at, .only = -1}};
     }
-    return FSDP_OK;
+    return work_addresses(work, transfer);
 }
 
 fsdp_status unit_nothing(fsdp_unit *unit, fsdp_work **handle)
@@ -68,11 +68,7 @@ static fsdp_status unshard_begin(fsdp_unit *unit, fsdp_work **handle)
     fsdp_group *group = unit->model->group;
     fsdp_work *work;
     TRY(work_create(group, &group->collectives, 1, 0, &work));
-    struct op *op = &work->ops[0];
-    op->kind = FSDP_OP_UNSHARD;
-    op->header = (struct call_header){.kind = FSDP_OP_UNSHARD, .type = -1, .root = -1, .hash = unit->hash};
-    op->payload = unit->name; /* lives as long as the unit, which the work keeps */
-    op->payload_bytes = sizeof unit->name;
+    struct op *op = op_init(work, FSDP_OP_UNSHARD, unit->hash, unit->name, sizeof unit->name); /* lives as long as the unit, which the work keeps */
     fsdp_status status = FSDP_OK;
     if (unit->has_region) {
         op->body = publish;
@@ -117,6 +113,7 @@ fsdp_status unit_unshard_end(fsdp_unit *unit)
 {
     if (unit->state != FSDP_UNIT_UNSHARDING) return FSDP_OK;
     fsdp_status status = work_wait(unit->unsharding, -1);
+    if (!atomic_load_explicit(&unit->unsharding->done, memory_order_acquire)) return status; /* inside a callback */
     work_release(unit->unsharding);
     unit->unsharding = NULL;
     if (status == FSDP_OK)

@@ -157,7 +157,7 @@ fsdp_status model_reset(fsdp_model *model)
      * turn. */
     int64_t deadline = os_now_ns() + group->timeout_ms * 1000000;
     for (;;) {
-        fsdp_status status = group_exchange(group, FSDP_OP_RESET, HASH_START, NULL, 0, model);
+        fsdp_status status = group_exchange(group, FSDP_OP_RESET, HASH_START, NULL, 0, NULL);
         if (status != FSDP_ERR_MISMATCH || os_now_ns() > deadline) return status;
     }
 }
@@ -166,6 +166,7 @@ fsdp_status model_reset(fsdp_model *model)
 
 void model_count_unsharded(fsdp_model *model, int64_t change)
 {
+    if (ref_forked(&model->ref)) return;
     pthread_mutex_lock(&model->lock);
     model->unsharded += change;
     if (model->unsharded > model->unsharded_peak) model->unsharded_peak = model->unsharded;

@@ -85,7 +85,7 @@ static fsdp_status pieces_make(fsdp_work *work, fsdp_unit *unit, const struct te
                            .out_split = {.only = -1}};
         op->header.count += p->count;
     }
-    return FSDP_OK;
+    return work_addresses(work, transfer);
 }
 
 /* ---- accumulation */
@@ -145,11 +145,7 @@ static fsdp_status reduce(fsdp_unit *unit, const struct tensor *grads, fsdp_work
     fsdp_group *group = model->group;
     fsdp_work *work;
     TRY(work_create(group, &group->collectives, 1, 0, &work));
-    struct op *op = &work->ops[0];
-    op->kind = FSDP_OP_REDUCE_GRADS;
-    op->header = (struct call_header){.kind = FSDP_OP_REDUCE_GRADS, .type = -1, .root = -1, .hash = unit->hash};
-    op->payload = unit->name;
-    op->payload_bytes = sizeof unit->name;
+    struct op *op = op_init(work, FSDP_OP_REDUCE_GRADS, unit->hash, unit->name, sizeof unit->name);
 
     /* All that can fail comes first: nothing is added to a buffer unless the call goes through. */
     fsdp_status status = pieces_make(work, unit, grads);
@@ -183,6 +179,7 @@ fsdp_status unit_settle(fsdp_unit *unit)
 {
     if (!unit->reducing) return FSDP_OK;
     fsdp_status status = work_wait(unit->reducing, -1);
+    if (!atomic_load_explicit(&unit->reducing->done, memory_order_acquire)) return status; /* inside a callback */
     work_release(unit->reducing);
     unit->reducing = NULL;
     unit_drop_accumulated(unit); /* what was sent */

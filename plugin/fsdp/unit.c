@@ -68,9 +68,11 @@ static void unit_free(fsdp_unit *unit)
 void unit_release(fsdp_unit *unit)
 {
     if (!unit || !ref_put(&unit->ref)) return;
-    pthread_mutex_lock(&unit->model->lock);
-    unit_unlink(unit);
-    pthread_mutex_unlock(&unit->model->lock);
+    if (!ref_forked(&unit->ref)) { /* a forked child may have the lock as another thread of its parent held it */
+        pthread_mutex_lock(&unit->model->lock);
+        unit_unlink(unit);
+        pthread_mutex_unlock(&unit->model->lock);
+    }
     unit_free(unit);
 }
 
@@ -97,9 +99,9 @@ static fsdp_status check_param(fsdp_model *model, const fsdp_param *params, cons
         for (int32_t i = 0; i < unit->n_params && status == FSDP_OK; i++)
             if (strcmp(unit->params[i].name, given->name) == 0)
                 status = err(FSDP_ERR_INVALID,
-                             "params[%d]: '%s' is managed by unit '%s' already: put modules that share a "
+                             "params[%d]: '%s' is managed by unit '%s' of model '%s' already: put modules that share a "
                              "parameter into one unit",
-                             index, given->name, unit->name);
+                             index, given->name, unit->name, model->name);
     pthread_mutex_unlock(&model->lock);
     return status;
 }
@@ -205,7 +207,8 @@ struct report { /* what the ranks tell each other; begins with the label that mi
 };
 
 /* Every rank says how it fared; the first failure is everyone's. */
-static fsdp_status agree(fsdp_unit *unit, fsdp_status status, const struct region *region, struct report *first)
+static fsdp_status agree(fsdp_unit *unit, fsdp_work **prepared, fsdp_status status, const struct region *region,
+                         struct report *first)
 {
     fsdp_group *group = unit->model->group;
     struct report mine = {.status = status};
@@ -218,8 +221,9 @@ static fsdp_status agree(fsdp_unit *unit, fsdp_status status, const struct regio
         mine.offset = region->offset;
         mine.bytes = region->bytes;
     }
-    struct report all[GROUP_MAX_RANKS]; /* no allocation that could fail here while the peers wait */
-    fsdp_status met = group_exchange(group, FSDP_OP_CREATE_UNIT, unit->hash, &mine, sizeof mine, all);
+    struct report all[GROUP_MAX_RANKS];
+    fsdp_status met =
+        group_exchange_prepared(group, prepared, FSDP_OP_CREATE_UNIT, unit->hash, &mine, sizeof mine, all);
     if (met == FSDP_OK && first) *first = all[0];
     for (int r = 0; met == FSDP_OK && r < group->size; r++) {
         if (all[r].status == FSDP_OK) continue;
@@ -259,7 +263,7 @@ static fsdp_status map_region(fsdp_unit *unit, struct region *region)
     return FSDP_OK;
 }
 
-static fsdp_status make_shared(fsdp_unit *unit)
+static fsdp_status make_shared(fsdp_unit *unit, fsdp_work **prepared)
 {
     struct transport *t = unit->model->group->transport;
     struct region region = {.fd = -1};
@@ -267,18 +271,17 @@ static fsdp_status make_shared(fsdp_unit *unit)
     fsdp_status status = FSDP_OK;
     if (t->rank == 0) status = t->ops->region_reserve(t, unit->full_bytes, &region);
     int reserved = t->rank == 0 && status == FSDP_OK;
-    status = agree(unit, status, &region, &first);
+    status = agree(unit, &prepared[0], status, &region, &first);
     if (status == FSDP_OK && t->rank != 0) {
         region.cell = first.cell;
         region.offset = first.offset;
         region.bytes = first.bytes;
     }
-    int held = status == FSDP_OK || reserved; /* every rank holds the region from its reservation on */
     if (status == FSDP_OK) {
         status = map_region(unit, &region);
-        status = agree(unit, status, NULL, NULL);
+        status = agree(unit, &prepared[1], status, NULL, NULL);
     }
-    if (status != FSDP_OK && held && !unit->has_region) {
+    if (status != FSDP_OK && (reserved || region.shared) && !unit->has_region) {
         fsdp_error_info failure;
         err_save(&failure);
         t->ops->region_release(t, &region);
@@ -287,12 +290,10 @@ static fsdp_status make_shared(fsdp_unit *unit)
     return status;
 }
 
-fsdp_status unit_create(fsdp_model *model, const char *name, const fsdp_param *params, const struct tensor *fulls,
-                        int32_t n, fsdp_unit **out)
+/* `exchanges`: three, made beforehand: once this rank's peers may wait for it, nothing here fails for want of memory. */
+static fsdp_status make(fsdp_model *model, const char *name, const fsdp_param *params, const struct tensor *fulls,
+                        int32_t n, fsdp_work **exchanges, fsdp_unit **out)
 {
-    TRY(group_usable(model->group));
-    for (int32_t i = 0; i < n; i++) TRY(check_param(model, params, fulls, i));
-
     fsdp_unit *unit = mem_alloc(sizeof *unit);
     if (!unit) return mem_none("a unit", sizeof *unit);
     ref_init(&unit->ref, REF_UNIT);
@@ -310,8 +311,8 @@ fsdp_status unit_create(fsdp_model *model, const char *name, const fsdp_param *p
     for (int32_t i = 0; i < n && status == FSDP_OK; i++) status = param_lay_out(unit, i, &params[i], &fulls[i]);
     if (status == FSDP_OK) status = shards_fill(unit, fulls);
     if (status == FSDP_OK && (model->private_unshard || !unit->full_bytes)) status = make_private(unit);
-    status = agree(unit, status, NULL, NULL);
-    if (status == FSDP_OK && !model->private_unshard && unit->full_bytes) status = make_shared(unit);
+    status = agree(unit, &exchanges[0], status, NULL, NULL);
+    if (status == FSDP_OK && !model->private_unshard && unit->full_bytes) status = make_shared(unit, &exchanges[1]);
     if (status != FSDP_OK) {
         unit_free(unit);
         return status;
@@ -323,6 +324,20 @@ fsdp_status unit_create(fsdp_model *model, const char *name, const fsdp_param *p
     pthread_mutex_unlock(&model->lock);
     *out = unit;
     return FSDP_OK;
+}
+
+fsdp_status unit_create(fsdp_model *model, const char *name, const fsdp_param *params, const struct tensor *fulls,
+                        int32_t n, fsdp_unit **out)
+{
+    TRY(group_usable(model->group));
+    for (int32_t i = 0; i < n; i++) TRY(check_param(model, params, fulls, i));
+
+    fsdp_work *exchanges[3] = {NULL, NULL, NULL};
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < 3 && status == FSDP_OK; i++) status = group_prepare(model->group, &exchanges[i]);
+    if (status == FSDP_OK) status = make(model, name, params, fulls, n, exchanges, out);
+    for (int i = 0; i < 3; i++) work_release(exchanges[i]);
+    return status;
 }
 
 /* ---- tensors */

@@ -37,12 +37,11 @@ fsdp_status bootstrap_store(void *context, const void *in, size_t bytes, void *o
 fsdp_status bootstrap_parent(void *context, const void *in, size_t bytes, void *out)
 {
     struct bootstrap *b = context;
-    char *all = mem_array((size_t)b->parent->size, bytes);
-    if (!all) return mem_none("making a group", (size_t)b->parent->size * bytes);
-    fsdp_status status = group_exchange(b->parent, FSDP_OP_SPLIT, (uint64_t)b->number + 1, in, bytes, all);
+    if (bytes > BOOTSTRAP_BYTES) return err(FSDP_ERR_INTERNAL, "%zu bytes to meet with", bytes);
+    fsdp_status status =
+        group_exchange_prepared(b->parent, &b->exchange, FSDP_OP_SPLIT, SPLIT_MEETING, in, bytes, b->all);
     for (int r = 0; status == FSDP_OK && r < b->size; r++)
-        memcpy((char *)out + (size_t)r * bytes, all + (size_t)b->parent_ranks[r] * bytes, bytes);
-    mem_free(all);
+        memcpy((char *)out + (size_t)r * bytes, b->all + (size_t)b->parent_ranks[r] * bytes, bytes);
     b->round++;
     return status;
 }

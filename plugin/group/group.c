@@ -165,7 +165,7 @@ static void inherit(fsdp_group_options *options, fsdp_group *parent, char *name,
     if (!options->direct_read) options->direct_read = from->direct_read;
     if (!options->spin_us) options->spin_us = from->spin_us;
     if (options->name) return;
-    snprintf(name, size, "%s/%llu", parent->name, (unsigned long long)parent->splits++);
+    snprintf(name, size, "%s/%llu", parent->name, (unsigned long long)atomic_fetch_add(&parent->splits, 1));
     if (strlen(name) < GROUP_NAME) options->name = name;
 }
 
@@ -182,13 +182,19 @@ fsdp_status group_split(fsdp_group *parent, int32_t color, int32_t key, const fs
     char name[GROUP_NAME + 24];
     inherit(&options, parent, name, sizeof name);
 
-    struct seat mine = {color, key}, *seats = mem_array((size_t)parent->size, sizeof *seats);
-    int32_t *ranks = mem_array((size_t)parent->size, sizeof *ranks);
-    fsdp_status status = seats && ranks ? FSDP_OK : mem_none("splitting a group", (size_t)parent->size * sizeof *seats);
-    if (status == FSDP_OK) status = group_exchange(parent, FSDP_OP_SPLIT, 0, &mine, sizeof mine, seats);
+    /* All memory first: a rank that has none must not leave the others waiting. */
+    struct seat mine = {color, key}, seats[GROUP_MAX_RANKS];
+    int32_t ranks[GROUP_MAX_RANKS];
+    fsdp_work *first = NULL, *second = NULL;
+    char *all = mem_array((size_t)parent->size, BOOTSTRAP_BYTES);
+    fsdp_status status = all ? FSDP_OK : mem_none("splitting a group", (size_t)parent->size * BOOTSTRAP_BYTES);
+    if (status == FSDP_OK) status = group_prepare(parent, &first);
+    if (status == FSDP_OK) status = group_prepare(parent, &second);
+    if (status == FSDP_OK)
+        status = group_exchange_prepared(parent, &first, FSDP_OP_SPLIT, SPLIT_SEATS, &mine, sizeof mine, seats);
 
     /* Members of this colour, ordered by key, then by rank. */
-    struct bootstrap bootstrap = {.parent = parent, .parent_ranks = ranks, .rank = -1};
+    struct bootstrap bootstrap = {.parent = parent, .parent_ranks = ranks, .exchange = second, .all = all, .rank = -1};
     for (int r = 0; status == FSDP_OK && r < parent->size; r++) {
         if (seats[r].color != color || color < 0) continue;
         int at = bootstrap.size++;
@@ -202,22 +208,24 @@ fsdp_status group_split(fsdp_group *parent, int32_t color, int32_t key, const fs
     int meets = 0; /* whether any colour needs the transport's meeting, in which all of the parent take part */
     for (int r = 0; status == FSDP_OK && r < parent->size; r++)
         for (int other = 0; other < r; other++) meets |= seats[r].color >= 0 && seats[r].color == seats[other].color;
+    int agreed = status == FSDP_OK;
     if (status == FSDP_OK) status = options_check(&options, bootstrap.size);
-    int local = status == FSDP_OK;
-    if (local && bootstrap.size > 0)
+    if (status == FSDP_OK && bootstrap.size > 0)
         status = make(NULL, &options, bootstrap.rank, bootstrap.size, bootstrap_parent, &bootstrap, &group);
-    if (local && meets && bootstrap.round == 0) {
+    if (agreed && meets && bootstrap.round == 0) {
         /* A rank that has no need to meet, or failed before it, still takes its place in the parent's order. */
         fsdp_error_info failure;
         err_save(&failure);
-        fsdp_status met = group_exchange(parent, FSDP_OP_SPLIT, 1, NULL, 0, &failure);
+        fsdp_status met =
+            group_exchange_prepared(parent, &bootstrap.exchange, FSDP_OP_SPLIT, SPLIT_MEETING, NULL, 0, NULL);
         if (status == FSDP_OK)
             status = met;
         else
             (void)err_restore(&failure);
     }
-    mem_free(seats);
-    mem_free(ranks);
+    work_release(first);
+    work_release(bootstrap.exchange);
+    mem_free(all);
     if (status != FSDP_OK) {
         if (group) group_release(group);
         return err_prefix(status, "splitting group '%s': ", parent->name);
@@ -239,7 +247,10 @@ void group_query(fsdp_group *group, fsdp_group_info *info)
     info->struct_size = sizeof *info;
     info->rank = group->rank;
     info->size = group->size;
-    info->status = atomic_load_explicit(&t->failed, memory_order_acquire) ? t->failure.status : FSDP_OK;
+    fsdp_error_info kept; /* asking is no failure of this thread's */
+    err_save(&kept);
+    info->status = t->ops->status(t);
+    (void)err_restore(&kept);
     info->direct_read = t->direct_read;
     snprintf(info->transport, sizeof info->transport, "%s", t->ops->name);
     snprintf(info->name, sizeof info->name, "%s", group->name);
@@ -250,11 +261,13 @@ void group_query(fsdp_group *group, fsdp_group_info *info)
 
 void group_abort(fsdp_group *group, const char *reason)
 {
+    fsdp_error_info info, kept;
+    err_save(&kept);
     err(FSDP_ERR_ABORTED, "group '%s' was aborted by rank %d: %s", group->name, group->rank,
         reason && *reason ? reason : "no reason given");
     err_operation(FSDP_OP_NONE, 0, group->rank, -1);
-    fsdp_error_info info;
     err_save(&info);
+    (void)err_restore(&kept);
     transport_fail(group->transport, &info);
     group->transport->ops->message_nudge(group->transport);
 }
@@ -284,8 +297,13 @@ void group_release(fsdp_group *group)
     int own = !ref_forked(&group->ref) &&
               (lane_is_advanced_here(&group->collectives) || lane_is_advanced_here(&group->messages));
     pthread_t thread;
-    if (own && pthread_create(&thread, NULL, leave_elsewhere, group) == 0)
-        pthread_detach(thread);
-    else
+    if (!own) {
         leave(group);
+    } else if (os_thread_start(&thread, leave_elsewhere, group) == 0) {
+        pthread_detach(thread);
+    } else {
+        LOG(FSDP_LOG_ERROR, "group '%s': no thread to leave it from a callback: it is aborted and its memory kept",
+            group->name);
+        group_abort(group, "released in a callback, without memory for a thread");
+    }
 }

@@ -22,7 +22,7 @@
 #include <pthread.h>
 
 #define GROUP_NAME 64
-#define GROUP_MAX_RANKS 128
+#define GROUP_MAX_RANKS TRANSPORT_MAX_RANKS
 #define CALL_LABEL 64
 
 /* ---- operations */
@@ -96,6 +96,8 @@ struct fsdp_work {
 fsdp_status work_create(fsdp_group *group, struct lane *lane, int32_t n_ops, int32_t n_transits, fsdp_work **out);
 /* Zeroed memory that is freed with the work. */
 void *work_memory(fsdp_work *work, size_t bytes);
+/* Room for the transfer's addresses, where its transport may want it. After its pieces are all there. */
+fsdp_status work_addresses(fsdp_work *work, struct transfer *transfer);
 fsdp_status work_pack(fsdp_work *work, struct packed **list, const struct tensor *tensor, int output, char **data);
 /* Call release(owner) once the work is complete; if this fails, nothing is called. */
 fsdp_status work_keep(fsdp_work *work, void (*release)(void *owner), void *owner);
@@ -133,7 +135,8 @@ void lane_destroy(struct lane *lane); /* after lane_stop */
 /* Submit a work. With `handle` NULL it is run to its end and released, and its status returned; otherwise *handle gets
  * the reference. On failure to submit the work is released and nothing was done. */
 fsdp_status lane_submit(fsdp_work *work, fsdp_work **handle);
-/* Wait for `work`; helps when timeout_ms < 0. 1 when complete. */
+/* Wait for `work`; helps when timeout_ms < 0. 1 when complete. Inside a callback of the same lane: 0 at once, if it is
+ * not. */
 int lane_wait(fsdp_work *work, int64_t timeout_ms);
 /* Let everything queued come to its end, and end the progress thread. Not on that thread. */
 void lane_stop(struct lane *lane);
@@ -157,7 +160,7 @@ struct fsdp_group {
     struct lane collectives, messages;
     uint64_t sequence; /* of the collective lane */
     _Atomic uint64_t operations;
-    uint64_t splits;
+    _Atomic uint64_t splits;
 };
 
 fsdp_status group_create(fsdp_store *store, const fsdp_group_options *options, fsdp_group **out);
@@ -181,6 +184,13 @@ fsdp_status group_barrier(fsdp_group *group, fsdp_work **handle);
  * in order with the collectives. */
 fsdp_status group_exchange(fsdp_group *group, fsdp_op_kind kind, uint64_t hash, const void *in, size_t bytes,
                            void *out);
+/* For exchanges that must not fail for want of memory while the peers wait: take what one needs beforehand. *prepared is
+ * used up (set to NULL); what is left of prepared ones is let go of with work_release. */
+fsdp_status group_prepare(fsdp_group *group, fsdp_work **prepared);
+fsdp_status group_exchange_prepared(fsdp_group *group, fsdp_work **prepared, fsdp_op_kind kind, uint64_t hash,
+                                    const void *in, size_t bytes, void *out);
+/* Begin the only operation of a work: what all ranks must agree on, and what each tells the others. */
+struct op *op_init(fsdp_work *work, fsdp_op_kind kind, uint64_t hash, const void *payload, size_t bytes);
 /* Run one collective of the work: exchange, compare, move. */
 fsdp_status op_run(fsdp_group *group, struct op *op);
 

@@ -78,7 +78,7 @@ static void *progress(void *argument)
 static fsdp_status start_thread(struct lane *lane)
 {
     if (lane->has_thread) return FSDP_OK;
-    int failed = pthread_create(&lane->thread, NULL, progress, lane);
+    int failed = os_thread_start(&lane->thread, progress, lane);
     if (failed)
         return err_sys(FSDP_ERR_SYSTEM, failed, "starting the progress thread of group '%s'", lane->group->name);
     lane->has_thread = 1;
@@ -99,6 +99,12 @@ static void append(struct lane *lane, fsdp_work *work)
 fsdp_status lane_submit(fsdp_work *work, fsdp_work **handle)
 {
     struct lane *lane = work->lane;
+    if (handle && !work->n_ops && !work->n_transits) { /* nothing to do is done at once */
+        ref_get(&work->ref);
+        *handle = work;
+        work_complete(work, FSDP_OK);
+        return FSDP_OK;
+    }
     pthread_mutex_lock(&lane->lock);
     fsdp_status status = handle ? start_thread(lane) : FSDP_OK;
     if (status != FSDP_OK) {
@@ -141,6 +147,7 @@ int lane_wait(fsdp_work *work, int64_t timeout_ms)
     }
     pthread_mutex_lock(&lane->lock);
     while (!atomic_load_explicit(&work->done, memory_order_acquire)) {
+        if (lane->busy && pthread_equal(lane->advancing, pthread_self())) break; /* only this thread could complete it */
         if (timeout_ms < 0 && lane->head && !lane->busy) {
             advance(lane, work);
             continue;

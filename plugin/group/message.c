@@ -160,7 +160,7 @@ void messages_advance(struct lane *lane, fsdp_work *until)
 {
     struct transport *t = lane->group->transport;
     for (;;) {
-        char stalled[256] = {0};
+        char stalled[GROUP_MAX_RANKS] = {0};
         uint32_t ticket = t->ops->message_ticket(t);
         int moved = 0, pending = 0;
         const fsdp_work *last = last_of(lane);
@@ -168,7 +168,7 @@ void messages_advance(struct lane *lane, fsdp_work *until)
             moved |= step_work(lane, work, last, stalled);
         /* By the clock, not when nothing moves: one message may be stuck while others flow. */
         int64_t now = os_now_ns();
-        int failed = atomic_load_explicit(&t->failed, memory_order_acquire);
+        int failed = atomic_load_explicit(&t->failed, memory_order_acquire) == 1;
         if (failed || now - lane->checked_ns >= CHECK_NS) {
             for (fsdp_work *work = next_of(lane, NULL); work; work = next_of(lane, work)) check_work(lane, work, now);
             lane->checked_ns = now;

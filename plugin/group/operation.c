@@ -449,6 +449,7 @@ static fsdp_status build_collectives(fsdp_work *work, const struct call *calls, 
         struct op *op = &work->ops[run];
         TRY(add_piece(work, op, &calls[i], &op->transfer.pieces[op->transfer.n_pieces]));
     }
+    for (run = 0; run < work->n_ops; run++) TRY(work_addresses(work, &work->ops[run].transfer));
     return FSDP_OK;
 }
 
@@ -484,13 +485,22 @@ fsdp_status group_collective(fsdp_group *group, const fsdp_collective *given, in
     return lane_submit(work, handle);
 }
 
+struct op *op_init(fsdp_work *work, fsdp_op_kind kind, uint64_t hash, const void *payload, size_t bytes)
+{
+    struct op *op = &work->ops[0];
+    op->kind = kind;
+    op->header = (struct call_header){.kind = kind, .type = -1, .root = -1, .hash = hash};
+    op->payload = payload;
+    op->payload_bytes = bytes;
+    return op;
+}
+
 fsdp_status group_barrier(fsdp_group *group, fsdp_work **handle)
 {
     TRY(group_usable(group));
     fsdp_work *work;
     TRY(work_create(group, &group->collectives, 1, 0, &work));
-    work->ops[0].kind = FSDP_OP_BARRIER;
-    work->ops[0].header = (struct call_header){.kind = FSDP_OP_BARRIER, .type = -1, .root = -1, .hash = HASH_START};
+    (void)op_init(work, FSDP_OP_BARRIER, HASH_START, NULL, 0);
     return lane_submit(work, handle);
 }
 
@@ -503,25 +513,35 @@ static fsdp_status exchange_body(fsdp_group *group, struct op *op, struct deadli
 {
     struct exchange *e = op->user;
     struct transport *t = group->transport;
-    for (int r = 0; r < group->size; r++)
+    for (int r = 0; r < group->size && e->bytes; r++)
         memcpy((char *)e->out + (size_t)r * e->bytes, t->ops->payload_of(t, r), e->bytes);
     return FSDP_OK;
 }
 
-fsdp_status group_exchange(fsdp_group *group, fsdp_op_kind kind, uint64_t hash, const void *in, size_t bytes, void *out)
+fsdp_status group_prepare(fsdp_group *group, fsdp_work **prepared)
+{
+    return work_create(group, &group->collectives, 1, 0, prepared);
+}
+
+fsdp_status group_exchange_prepared(fsdp_group *group, fsdp_work **prepared, fsdp_op_kind kind, uint64_t hash,
+                                    const void *in, size_t bytes, void *out)
 {
     TRY(group_usable(group));
-    fsdp_work *work;
-    TRY(work_create(group, &group->collectives, 1, 0, &work));
+    fsdp_work *work = *prepared;
+    *prepared = NULL;
     struct exchange e = {.out = out, .bytes = bytes};
-    struct op *op = &work->ops[0];
-    op->kind = kind;
-    op->header = (struct call_header){.kind = kind, .type = -1, .root = -1, .hash = hash};
-    op->payload = in;
-    op->payload_bytes = bytes;
+    struct op *op = op_init(work, kind, hash, in, bytes);
     op->body = exchange_body;
     op->user = &e;
     return lane_submit(work, NULL);
+}
+
+fsdp_status group_exchange(fsdp_group *group, fsdp_op_kind kind, uint64_t hash, const void *in, size_t bytes, void *out)
+{
+    fsdp_work *work;
+    TRY(group_usable(group));
+    TRY(group_prepare(group, &work));
+    return group_exchange_prepared(group, &work, kind, hash, in, bytes, out);
 }
 
 /* ---- running */

@@ -51,6 +51,16 @@ fsdp_status work_create(fsdp_group *group, struct lane *lane, int32_t n_ops, int
     return FSDP_OK;
 }
 
+static void keeps_release(struct keep *keep)
+{
+    while (keep) {
+        struct keep *next = keep->next;
+        keep->release(keep->owner);
+        mem_free(keep);
+        keep = next;
+    }
+}
+
 static void free_packed(struct packed *list)
 {
     for (; list; list = list->next) os_unmap(list->copy, list->bytes);
@@ -62,7 +72,7 @@ void work_release(fsdp_work *work)
     for (int32_t i = 0; i < work->n_ops; i++) free_packed(work->ops[i].packed);
     for (int32_t i = 0; i < work->n_transits; i++) free_packed(work->transits[i].packed);
     /* Keeps of a work that was never submitted: their owners were told that keeping succeeded. */
-    for (struct keep *keep = work->keeps; keep; keep = keep->next) keep->release(keep->owner);
+    keeps_release(work->keeps);
     for (struct block *block = work->blocks; block;) {
         struct block *next = block->next;
         mem_free(block);
@@ -90,6 +100,14 @@ fsdp_status work_pack(fsdp_work *work, struct packed **list, const struct tensor
     return FSDP_OK;
 }
 
+fsdp_status work_addresses(fsdp_work *work, struct transfer *transfer)
+{
+    if (!work->group->transport->direct_read || transfer->n_pieces <= 1) return FSDP_OK;
+    size_t n = 2 * (size_t)transfer->n_pieces * ((size_t)work->group->size + 1);
+    transfer->addresses = work_memory(work, n * sizeof *transfer->addresses);
+    return transfer->addresses ? FSDP_OK : FSDP_ERR_NOMEM;
+}
+
 /* ---- completion */
 
 void work_complete(fsdp_work *work, fsdp_status status)
@@ -97,20 +115,20 @@ void work_complete(fsdp_work *work, fsdp_status status)
     struct lane *lane = work->lane;
     if (status != FSDP_OK) err_save(&work->failure);
     pthread_mutex_lock(&lane->lock);
-    work->completing = 1; /* from here on, a callback or a keep that comes late is served by its caller */
-    fsdp_done_fn fn = work->on_done;
-    void *user = work->on_done_user;
+    work->completing = 1; /* a keep that comes from here on is served by its caller */
     struct keep *keeps = work->keeps;
     work->keeps = NULL;
     pthread_mutex_unlock(&lane->lock);
 
-    for (struct keep *keep = keeps; keep; keep = keep->next) keep->release(keep->owner);
+    keeps_release(keeps);
 
     pthread_mutex_lock(&lane->lock);
-    atomic_store_explicit(&work->done, 1, memory_order_release);
+    atomic_store_explicit(&work->done, 1, memory_order_release); /* so is a callback from here on */
+    fsdp_done_fn fn = work->on_done;
+    void *user = work->on_done_user;
     if (lane->waiting) pthread_cond_broadcast(&lane->changed);
     pthread_mutex_unlock(&lane->lock);
-    if (fn) fn(status, user);
+    if (fn) fn(work_status(work), user);
     work_release(work);
 }
 
@@ -135,15 +153,10 @@ fsdp_status work_keep(fsdp_work *work, void (*release)(void *owner), void *owner
     struct keep *keep = NULL;
     struct lane *lane = work->lane;
     if (!atomic_load_explicit(&work->done, memory_order_acquire)) {
-        /* The node lives in the work's memory, which only its submitting thread may chain: so it is made by hand here. */
-        keep = mem_alloc(sizeof(struct block) + sizeof *keep);
+        keep = mem_alloc(sizeof *keep);
         if (!keep) return mem_none("keeping a tensor", sizeof *keep);
-        struct block *block = (struct block *)keep;
-        keep = (struct keep *)block->data;
         *keep = (struct keep){.release = release, .owner = owner};
         pthread_mutex_lock(&lane->lock);
-        block->next = work->blocks;
-        work->blocks = block;
         int late = work->completing;
         if (!late) {
             keep->next = work->keeps;
@@ -151,6 +164,7 @@ fsdp_status work_keep(fsdp_work *work, void (*release)(void *owner), void *owner
         }
         pthread_mutex_unlock(&lane->lock);
         if (!late) return FSDP_OK;
+        mem_free(keep);
     }
     release(owner);
     return FSDP_OK;
@@ -161,24 +175,24 @@ fsdp_status work_on_done(fsdp_work *work, fsdp_done_fn fn, void *user)
     struct lane *lane = work->lane;
     pthread_mutex_lock(&lane->lock);
     int taken = work->on_done != NULL;
-    int late = work->completing;
+    int late = atomic_load_explicit(&work->done, memory_order_relaxed);
     if (!taken) {
         work->on_done = fn;
         work->on_done_user = user;
     }
-    /* Late: the completing thread has read the callback already. Its status is settled before `completing`. */
     pthread_mutex_unlock(&lane->lock);
     if (taken) return err(FSDP_ERR_STATE, "this work has a callback already: one for each handle");
-    if (late) {
-        lane_wait(work, -1);
-        fn(work->failure.status, user);
-    }
+    if (late) fn(work_status(work), user);
     return FSDP_OK;
 }
 
 fsdp_status work_wait(fsdp_work *work, int64_t timeout_ms)
 {
     if (!atomic_load_explicit(&work->done, memory_order_acquire) && !lane_wait(work, timeout_ms))
-        return err(FSDP_ERR_PENDING, "not complete after %lld ms: the operation goes on", (long long)timeout_ms);
+        return lane_is_advanced_here(work->lane)
+                   ? err(FSDP_ERR_STATE, "waiting for group '%s' inside one of its completion callbacks: it can't go on "
+                                         "until the callback returns",
+                         work->group->name)
+                   : err(FSDP_ERR_PENDING, "not complete after %lld ms: the operation goes on", (long long)timeout_ms);
     return work_status(work);
 }

@@ -1,25 +1,18 @@
 /* What all transports share: the record of the failure that ended a group. See transport.h. */
 #include "transport/transport.h"
 
-#include <pthread.h>
-
-static pthread_mutex_t failure_lock = PTHREAD_MUTEX_INITIALIZER;
-
 void transport_fail(struct transport *t, const fsdp_error_info *info)
 {
-    pthread_mutex_lock(&failure_lock);
-    int first = !atomic_load_explicit(&t->failed, memory_order_relaxed);
-    if (first) {
-        t->failure = *info;
-        atomic_store_explicit(&t->failed, 1, memory_order_release);
-    }
-    pthread_mutex_unlock(&failure_lock);
-    if (first && t->ops->fail) t->ops->fail(t);
+    int none = 0; /* no lock: a child may have been forked while another thread held it */
+    if (!atomic_compare_exchange_strong(&t->failed, &none, -1)) return;
+    t->failure = *info;
+    atomic_store_explicit(&t->failed, 1, memory_order_release);
+    if (t->ops->fail) t->ops->fail(t);
 }
 
 fsdp_status transport_status(struct transport *t)
 {
-    if (!atomic_load_explicit(&t->failed, memory_order_acquire)) return FSDP_OK;
+    if (atomic_load_explicit(&t->failed, memory_order_acquire) != 1) return FSDP_OK;
     return err_restore(&t->failure);
 }
 

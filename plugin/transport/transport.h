@@ -75,6 +75,7 @@ struct transfer {
     int32_t accumulate; /* REDUCE: add to out (in out_type) instead of overwriting it */
     int32_t n_pieces;
     struct piece *pieces;
+    uint64_t *addresses; /* room for 2 * n_pieces * (ranks + 1), where direct_read and more than one piece; else NULL */
 };
 
 /* ---- what is exchanged */
@@ -93,6 +94,8 @@ struct call_header {
 
 /* "all_reduce", ... */
 const char *call_kind_name(fsdp_op_kind kind);
+
+#define TRANSPORT_MAX_RANKS 128
 
 /* Bytes a rank can exchange beside its header. */
 #define TRANSPORT_PAYLOAD 2048
@@ -152,7 +155,7 @@ struct transport {
     int32_t direct_read;   /* whether peers' memory can be read */
     int64_t segment_bytes; /* shared memory of the group, but for regions */
     _Atomic uint64_t bytes_moved;
-    atomic_int failed;       /* 1 once `failure` is set: every wait ends with it */
+    atomic_int failed;       /* 1 once `failure` is set (-1: being written): every wait ends with it */
     fsdp_error_info failure; /* what ended this rank's use of the group; set once, before `failed` */
 };
 

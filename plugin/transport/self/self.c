@@ -115,7 +115,7 @@ static fsdp_status self_message_check(struct transport *base, const struct messa
 static fsdp_status self_region_reserve(struct transport *base, size_t bytes, struct region *out)
 {
     size_t want = os_page_round(bytes ? bytes : 1);
-    *out = (struct region){.bytes = want};
+    *out = (struct region){.bytes = want, .fd = -1};
     return os_segment_create("fsdp-self", want, &out->fd);
 }
 

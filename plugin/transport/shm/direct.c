@@ -8,34 +8,18 @@
 #include "transport/shm/shm.h"
 #include "transport/stream.h"
 
-#include "base/mem.h"
-
 #include <string.h>
 
-#define DIRECT_CHUNK ((size_t)64 << 10)
-
-static fsdp_status grow(void **block, size_t *have, size_t want, const char *what)
-{
-    if (*have >= want) return FSDP_OK;
-    void *bigger = mem_alloc_aligned(want, 64);
-    if (!bigger) return mem_none(what, want);
-    mem_free_aligned(*block);
-    *block = bigger;
-    *have = want;
-    return FSDP_OK;
-}
-
-fsdp_status shm_direct_offer(struct shm *t, struct slot *slot, const struct transfer *transfer)
+/* This rank's addresses, for its peers to read: of the only piece in the exchange itself, of several in a table. */
+void shm_direct_offer(struct slot *slot, const struct transfer *transfer)
 {
     size_t n = (size_t)transfer->n_pieces;
-    TRY(grow((void **)&t->table, &t->table_size, 2 * n * sizeof(uint64_t), "a table of addresses"));
-    for (size_t i = 0; i < n; i++) {
-        t->table[i] = (uintptr_t)transfer->pieces[i].in;
-        t->table[n + i] = (uintptr_t)transfer->pieces[i].out;
+    for (size_t i = 0; i < n && n > 1; i++) {
+        transfer->addresses[i] = (uintptr_t)transfer->pieces[i].in;
+        transfer->addresses[n + i] = (uintptr_t)transfer->pieces[i].out;
     }
-    slot->in_address = n == 1 ? t->table[0] : (uintptr_t)t->table;
-    slot->out_address = n == 1 ? t->table[1] : 0;
-    return FSDP_OK;
+    slot->in_address = n == 1 ? (uintptr_t)transfer->pieces[0].in : (uintptr_t)transfer->addresses;
+    slot->out_address = n == 1 ? (uintptr_t)transfer->pieces[0].out : 0;
 }
 
 static fsdp_status read_from(struct shm *t, int rank, uint64_t address, void *to, size_t bytes,
@@ -53,29 +37,21 @@ static fsdp_status read_from(struct shm *t, int rank, uint64_t address, void *to
     return shm_fail_now(t, FSDP_ERR_SYSTEM);
 }
 
-/* The pieces' addresses on each rank: [rank * 2n + i] in, [rank * 2n + n + i] out. */
-static fsdp_status collect(struct shm *t, const struct transfer *transfer, struct deadline deadline, uint64_t **out)
+/* The pieces' addresses on each rank, to `all`: [rank * 2n + i] in, [rank * 2n + n + i] out. */
+static fsdp_status collect(struct shm *t, const struct transfer *transfer, struct deadline deadline, uint64_t *all)
 {
     size_t n = (size_t)transfer->n_pieces, row = 2 * n;
-    uint64_t *all = mem_array(row * (size_t)t->base.size, sizeof *all);
-    if (!all) return mem_none("the peers' addresses", row * (size_t)t->base.size * sizeof *all);
     for (int r = 0; r < t->base.size; r++) {
         uint64_t *mine = all + row * (size_t)r;
-        fsdp_status status = FSDP_OK;
         if (n == 1) {
             mine[0] = t->seen[r]->in_address;
             mine[1] = t->seen[r]->out_address;
         } else if (r == t->base.rank) {
-            memcpy(mine, t->table, row * sizeof *mine);
+            memcpy(mine, transfer->addresses, row * sizeof *mine);
         } else {
-            status = read_from(t, r, t->seen[r]->in_address, mine, row * sizeof *mine, deadline);
-        }
-        if (status != FSDP_OK) {
-            mem_free(all);
-            return status;
+            TRY(read_from(t, r, t->seen[r]->in_address, mine, row * sizeof *mine, deadline));
         }
     }
-    *out = all;
     return FSDP_OK;
 }
 
@@ -99,7 +75,6 @@ static fsdp_status reduce(struct shm *t, const struct transfer *transfer, const 
 {
     int me = t->base.rank, size = t->base.size;
     size_t row = 2 * (size_t)transfer->n_pieces;
-    TRY(grow((void **)&t->scratch, &t->scratch_size, DIRECT_CHUNK * (size_t)size, "reduction scratch"));
     const void *sources[SHM_MAX_RANKS];
     struct stream stream;
     struct span span;
@@ -107,12 +82,12 @@ static fsdp_status reduce(struct shm *t, const struct transfer *transfer, const 
     for (;;) {
         size_t used = 0;
         int any = 0;
-        while (stream_next(&stream, DIRECT_CHUNK, &used, &span)) {
+        while (stream_next(&stream, SHM_DIRECT_CHUNK, &used, &span)) {
             any = 1;
             const struct piece *p = &transfer->pieces[span.piece];
             for (int r = 0; r < size; r++) {
                 uint64_t address = addresses[row * (size_t)r + (size_t)span.piece];
-                char *scratch = t->scratch + DIRECT_CHUNK * (size_t)r;
+                char *scratch = t->scratch + SHM_DIRECT_CHUNK * (size_t)r;
                 sources[r] = !address ? NULL : r == me ? p->in + span.begin : scratch;
                 if (address && r != me) TRY(read_from(t, r, address + span.begin, scratch, span.bytes, deadline));
             }
@@ -162,10 +137,10 @@ static fsdp_status move(struct shm *t, const struct transfer *transfer, const ui
 
 fsdp_status shm_direct_move(struct shm *t, const struct transfer *transfer, struct deadline deadline)
 {
-    uint64_t *addresses = NULL;
-    TRY(collect(t, transfer, deadline, &addresses));
-    fsdp_status status = move(t, transfer, addresses, deadline);
-    mem_free(addresses);
-    TRY(status);
+    uint64_t few[2 * SHM_MAX_RANKS];
+    size_t n = (size_t)transfer->n_pieces;
+    uint64_t *addresses = n == 1 ? few : transfer->addresses + 2 * n; /* behind this rank's own table */
+    TRY(collect(t, transfer, deadline, addresses));
+    TRY(move(t, transfer, addresses, deadline));
     return t->base.ops->sync(&t->base, deadline);
 }

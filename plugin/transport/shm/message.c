@@ -183,6 +183,8 @@ static fsdp_status recv_take(struct shm *t, struct message *m, struct entry *ent
         int failed = os_read_peer(t->pids[m->source], entry->address, m->data, m->bytes);
         if (failed == 0) {
             TRY(shm_status(&t->base)); /* a sender whose group failed may have used its memory anew */
+            struct deadline doing = {.doing = "recv", .kind = FSDP_OP_RECV};
+            if (os_is_dead(t->liveness[m->source])) return shm_check(t, m->source, NULL, 0, doing);
             atomic_fetch_add_explicit(&t->base.bytes_moved, m->bytes, memory_order_relaxed);
             return recv_finish(t, m, entry, ENTRY_DONE, done, moved);
         }

@@ -1,7 +1,8 @@
 /* Regions: ranges at the end of the segment's file that hold units' full parameters.
  *
  * Rank 0 alone hands them out, from a table of its own: a range is reserved (so that touching it can't fail), then
- * mapped by every rank. Each rank gives its hold back in its own time; the last one returns the pages to the kernel, and
+ * mapped by every rank. Rank 0 holds it from the reservation on, the others from their mapping. Each gives its hold back in
+ * its own time, on any thread; the last one returns the pages to the kernel, and
  * rank 0 may use the range again. A rank that is killed keeps its holds, but then the group has ended too.
  */
 #include "transport/shm/shm.h"
@@ -31,9 +32,8 @@ static fsdp_status place_new(struct shm *t, size_t bytes, uint32_t *index)
     return FSDP_OK;
 }
 
-fsdp_status shm_region_reserve(struct transport *base, size_t bytes, struct region *out)
+static fsdp_status reserve(struct shm *t, size_t bytes, struct region *out)
 {
-    struct shm *t = (struct shm *)base;
     size_t want = os_page_round(bytes ? bytes : 1);
     uint32_t n = t->n_places, index = n;
     for (uint32_t i = 0; i < n; i++) { /* the smallest free range that is large enough */
@@ -45,9 +45,18 @@ fsdp_status shm_region_reserve(struct transport *base, size_t bytes, struct regi
         TRY(os_segment_reserve(t->fd, t->places[index].offset, want));
     else
         TRY(place_new(t, want, &index));
-    atomic_store_explicit(&t->segment->holders[index], (uint32_t)base->size, memory_order_release);
+    atomic_store_explicit(&t->segment->holders[index], 1, memory_order_release); /* this rank; the others when they map */
     *out = (struct region){.offset = t->places[index].offset, .bytes = want, .fd = t->fd, .cell = (int32_t)index};
     return FSDP_OK;
+}
+
+fsdp_status shm_region_reserve(struct transport *base, size_t bytes, struct region *out)
+{
+    struct shm *t = (struct shm *)base;
+    pthread_mutex_lock(&t->places_lock);
+    fsdp_status status = reserve(t, bytes, out);
+    pthread_mutex_unlock(&t->places_lock);
+    return status;
 }
 
 fsdp_status shm_region_map(struct transport *base, struct region *region)
@@ -63,12 +72,14 @@ fsdp_status shm_region_map(struct transport *base, struct region *region)
     void *at;
     TRY(os_map_shared(t->fd, region->offset, region->bytes, &at));
     region->shared = at;
+    if (base->rank != 0) atomic_fetch_add_explicit(&t->segment->holders[region->cell], 1, memory_order_acq_rel);
     return FSDP_OK;
 }
 
 void shm_region_release(struct transport *base, struct region *region)
 {
     struct shm *t = (struct shm *)base;
+    if (!region->shared && base->rank != 0) return; /* never mapped, so never held: nothing that rank 0 said was taken */
     os_unmap(region->shared, region->bytes);
     region->shared = NULL;
     if (base->process != os_process()) return;

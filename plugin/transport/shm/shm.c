@@ -15,7 +15,7 @@ static void shm_destroy(struct transport *base);
 
 static fsdp_status shm_create(const struct transport_setup *setup, struct transport **out)
 {
-    struct shm *t = mem_alloc_aligned(sizeof *t, 64);
+    struct shm *t = mem_alloc(sizeof *t);
     if (!t) return mem_none("a group's transport", sizeof *t);
     t->base.ops = &transport_shm;
     t->base.rank = setup->rank;
@@ -25,7 +25,13 @@ static fsdp_status shm_create(const struct transport_setup *setup, struct transp
     for (int r = 0; r < SHM_MAX_RANKS; r++) t->liveness[r] = -1;
     snprintf(t->name, sizeof t->name, "%s", setup->name);
 
-    fsdp_status status = shm_join(t, setup);
+    pthread_mutex_init(&t->places_lock, NULL);
+    void *scratch; /* costs address space until it is used */
+    fsdp_status status = os_map_anonymous(SHM_DIRECT_CHUNK * (size_t)setup->size, &scratch);
+    if (status == FSDP_OK) {
+        t->scratch = scratch;
+        status = shm_join(t, setup);
+    }
     if (status != FSDP_OK) {
         shm_destroy(&t->base);
         return status;
@@ -43,10 +49,12 @@ static fsdp_status shm_create(const struct transport_setup *setup, struct transp
 
 static void wake_all(struct shm *t)
 {
-    struct rank_area *area = &t->areas[t->base.rank];
-    struct word *words[] = {&area->joined, &area->posted, &area->staged, &area->reduced, &area->consumed, &area->done};
-    for (size_t i = 0; i < sizeof words / sizeof *words; i++) shm_wake(words[i]);
+    /* Sleepers on this rank's words, and those who wait for a third rank, this process's threads among them. */
     for (int r = 0; r < t->base.size; r++) {
+        struct rank_area *area = &t->areas[r];
+        struct word *words[] = {&area->joined,  &area->posted,   &area->staged,
+                                &area->reduced, &area->consumed, &area->done};
+        for (size_t i = 0; i < sizeof words / sizeof *words; i++) shm_wake(words[i]);
         atomic_fetch_add_explicit(&t->areas[r].bell.value, 1, memory_order_seq_cst);
         shm_wake(&t->areas[r].bell);
     }
@@ -66,9 +74,9 @@ static void shm_destroy(struct transport *base)
     os_close(&t->liveness_keep);
     os_close(&t->fd);
     mem_free(t->places);
-    mem_free_aligned(t->table);
-    mem_free_aligned(t->scratch);
-    mem_free_aligned(t);
+    os_unmap(t->scratch, SHM_DIRECT_CHUNK * (size_t)base->size);
+    pthread_mutex_destroy(&t->places_lock);
+    mem_free(t);
 }
 
 static void shm_tell_failure(struct transport *base)
@@ -96,8 +104,10 @@ static fsdp_status shm_exchange(struct transport *base, const struct call_header
     struct slot *slot = &area->slots[number % 2];
     slot->header = *mine;
     slot->longest = 0;
-    slot->payload_bytes = bytes;
-    if (bytes) memcpy(slot->payload, payload, bytes);
+    if (bytes)
+        memcpy(slot->payload, payload, bytes);
+    else
+        memset(slot->payload, 0, 64); /* took part, has nothing: not what an earlier exchange left */
     switch (t->route) {
     case ROUTE_INLINE:
         shm_inline_fill(t, slot, transfer);
@@ -107,7 +117,7 @@ static fsdp_status shm_exchange(struct transport *base, const struct call_header
         TRY(shm_stage_first(t, transfer, deadline));
         break;
     case ROUTE_DIRECT:
-        TRY(shm_direct_offer(t, slot, transfer));
+        shm_direct_offer(slot, transfer);
         break;
     default:
         break;

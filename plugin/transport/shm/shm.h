@@ -16,27 +16,26 @@
 #include "base/os.h"
 #include "transport/transport.h"
 
-#define SHM_MAX_RANKS 128
+#define SHM_MAX_RANKS TRANSPORT_MAX_RANKS
 #define SHM_INLINE 4096  /* bytes of tensor data that travel with the exchange itself */
 #define SHM_DEPTH 4      /* staging slots of each rank: chunks in flight */
 #define SHM_MESSAGES 32  /* sends under way for each ordered pair; one bit each in `matched` */
 #define SHM_EAGER 128    /* bytes of a message that travel in its entry */
 #define SHM_REGIONS 4096 /* regions at one time */
+#define SHM_DIRECT_CHUNK ((size_t)64 << 10) /* bytes read at a time from each peer, to be reduced */
 
 /* ---- the segment */
 
 struct word {
-    _Atomic uint32_t value;
+    _Alignas(64) _Atomic uint32_t value;
     _Atomic uint32_t sleepers;
     _Atomic uint32_t processor; /* where its owner ran when it last published, from 1; a hint */
-    char pad[52];
 };
 
 struct slot { /* what a rank publishes in an exchange; two, used in turn */
     struct call_header header;
     uint64_t in_address, out_address; /* direct: of the only piece, or of a table of the pieces' addresses */
     uint64_t longest;                 /* EXCHANGE: this rank's longest outgoing stream */
-    uint64_t payload_bytes;
     _Alignas(64) char payload[TRANSPORT_PAYLOAD];
     _Alignas(64) char data[SHM_INLINE];
 };
@@ -115,7 +114,8 @@ struct shm {
     size_t lane_bytes; /* of each channel, for staged messages */
     int32_t crowded;   /* more ranks than processors */
     int32_t use_direct;
-    struct place *places; /* rank 0's: the regions made so far */
+    pthread_mutex_t places_lock; /* two models of a group may make units at once */
+    struct place *places;        /* rank 0's: the regions made so far */
     uint32_t n_places, room_for_places;
     uint64_t regions_at; /* first byte after those */
     int fd;
@@ -132,10 +132,7 @@ struct shm {
     const struct slot *seen[SHM_MAX_RANKS]; /* slots of the exchange just made */
     int route;                              /* enum route, of the transfer under way */
     struct pace paces[3];                   /* SPREAD, REDUCE, all-reduce */
-    uint64_t *table;                        /* pieces' addresses, for peers to read */
-    size_t table_size;
-    char *scratch; /* direct reductions */
-    size_t scratch_size;
+    char *scratch; /* for direct reductions: a chunk from each rank */
 
     /* the message lane's */
     uint32_t orders[SHM_MAX_RANKS];   /* sends to each rank so far */
@@ -184,7 +181,7 @@ void shm_inline_move(struct shm *t, const struct transfer *transfer);
 size_t shm_stage_longest(const struct shm *t, const struct transfer *transfer);
 fsdp_status shm_stage_first(struct shm *t, const struct transfer *transfer, struct deadline deadline);
 fsdp_status shm_stage_move(struct shm *t, const struct transfer *transfer, struct deadline deadline);
-fsdp_status shm_direct_offer(struct shm *t, struct slot *slot, const struct transfer *transfer);
+void shm_direct_offer(struct slot *slot, const struct transfer *transfer);
 fsdp_status shm_direct_move(struct shm *t, const struct transfer *transfer, struct deadline deadline);
 
 /* What the routes share. Reduce a span of all ranks' inputs to `out`; where in this rank's output a reduced span goes (its
