@@ -16,7 +16,6 @@
         CHECK_ARG(handle, name " is NULL");                                                                            \
         CHECK_ARG(is(handle), name " is not a live %s: released already, or of another kind", #handle);                \
     } while (0)
-#define CHECK_STORE(store) CHECK_HANDLE(store_is, store, "store")
 #define CHECK_OWN(is, handle, name)                                                                                    \
     do {                                                                                                               \
         CHECK_HANDLE(is, handle, name);                                                                                \
@@ -25,6 +24,7 @@
                        "this " name " was made before fork(): a child process can only release it; make "              \
                        "what it needs in the child");                                                                  \
     } while (0)
+#define CHECK_STORE(store) CHECK_OWN(store_is, store, "store")
 #define CHECK_GROUP(group) CHECK_OWN(group_is, group, "group")
 #define CHECK_WORK(work) CHECK_OWN(work_is, work, "work")
 #define CHECK_MODEL(model) CHECK_OWN(model_is, model, "model")

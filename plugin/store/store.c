@@ -11,24 +11,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "base/log.h"
 #include "base/mem.h"
-#include "base/ref.h"
 #include "store/address.h"
 
 #define DEFAULT_TIMEOUT_MS 300000
-
-struct fsdp_store {
-    struct ref ref;
-    pid_t owner; /* the process that opened it */
-    int32_t rank, world_size;
-    int64_t timeout_ms;
-    atomic_int_fast64_t groups;
-    atomic_int calls; /* running now, on any thread */
-    struct store_backend *backend;
-};
 
 /* ---- Opening ------------------------------------------------------------------------------------------ */
 
@@ -133,7 +121,6 @@ static fsdp_store *store_new(const struct store_config *config)
     fsdp_store *store = mem_alloc(sizeof *store);
     if (!store) return NULL;
     ref_init(&store->ref, REF_STORE);
-    store->owner = getpid();
     store->rank = config->rank;
     store->world_size = config->world_size;
     store->timeout_ms = config->timeout_ms;
@@ -182,9 +169,8 @@ fsdp_status store_from_callbacks(const fsdp_store_callbacks *callbacks, const fs
 
 static fsdp_status enter(fsdp_store *store, const char *key)
 {
-    if (store->owner != getpid())
-        return err(FSDP_ERR_FORKED, "the store was opened by process %d and this is a forked child: open one here",
-                   (int)store->owner);
+    if (ref_forked(&store->ref))
+        return err(FSDP_ERR_FORKED, "the store was opened before fork() and this is a forked child: open one here");
     CHECK_ARG(key && *key, "key is empty: a store key has 1 to %d bytes", STORE_KEY_MAX);
     size_t length = strnlen(key, STORE_KEY_MAX + 1);
     CHECK_ARG(length <= STORE_KEY_MAX, "key '%.40s...' is too long: a store key has 1 to %d bytes", key, STORE_KEY_MAX);
@@ -268,10 +254,10 @@ void store_retain(fsdp_store *store)
 void store_release(fsdp_store *store)
 {
     if (!store || !ref_put(&store->ref)) return;
-    if (store->owner == getpid())
-        store->backend->ops->close(store->backend);
-    else
+    if (ref_forked(&store->ref))
         store->backend->ops->abandon(store->backend, atomic_load(&store->calls) != 0);
+    else
+        store->backend->ops->close(store->backend);
     mem_free(store);
 }
 

@@ -7,6 +7,16 @@
 #define FSDP_STORE_STORE_H
 
 #include "base/error.h"
+#include "base/ref.h"
+
+struct fsdp_store {
+    struct ref ref;
+    int32_t rank, world_size;
+    int64_t timeout_ms;
+    atomic_int_fast64_t groups; /* made from it */
+    atomic_int calls;           /* running now, on any thread */
+    struct store_backend *backend;
+};
 
 fsdp_status store_open(const char *url, const fsdp_store_options *options, fsdp_store **out);
 fsdp_status store_from_callbacks(const fsdp_store_callbacks *callbacks, const fsdp_store_options *options,

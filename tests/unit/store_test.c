@@ -568,6 +568,40 @@ Test(store_keys, a_forked_child_is_refused_and_harms_nothing, .timeout = 10)
     remove_folder();
 }
 
+/* The same for what host programs call: a child may release a store of its parent's, and nothing else. */
+Test(store_keys, a_forked_child_is_told_by_every_call, .timeout = 10)
+{
+    for (int kind = 0; kind < KINDS; kind++) {
+        fsdp_store *store = open_alone(kind, 2000);
+        pid_t child = fork();
+        if (child == 0) {
+            fsdp_group *group = NULL;
+            char buffer[8];
+            size_t bytes;
+            int64_t sum;
+            int32_t rank = -1, world_size = -1;
+            const fsdp_status got[] = {fsdp_store_identity(store, &rank, &world_size),
+                                       fsdp_store_set(store, "k", "w", 1),
+                                       fsdp_store_get(store, "k", buffer, 8, &bytes),
+                                       fsdp_store_add(store, "n", 1, &sum),
+                                       fsdp_store_wait(store, "k"),
+                                       fsdp_store_retain(store),
+                                       fsdp_group_create(store, NULL, &group)};
+            int right = strstr(fsdp_last_error(), "store was made before fork()") && !group && rank == -1;
+            for (size_t i = 0; i < sizeof got / sizeof *got; i++) right = right && got[i] == FSDP_ERR_FORKED;
+            fsdp_store_release(store);
+            _exit(right ? 0 : 1);
+        }
+        int status;
+        cr_assert(waitpid(child, &status, 0) == child && status == 0, "kind %d", kind);
+        int32_t rank, world_size;
+        OK(fsdp_store_identity(store, &rank, &world_size));
+        cr_assert(rank == 0 && world_size == 1);
+        fsdp_store_release(store);
+    }
+    remove_folder();
+}
+
 /* ---- Out of memory ------------------------------------------------------------------------------------ */
 
 static int allocations_left;
