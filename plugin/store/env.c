@@ -30,6 +30,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/hash.h"
 #include "store/address.h"
 
 static const char *variable(const char *name)
@@ -96,8 +97,8 @@ fsdp_status store_env_identity(enum store_launcher *launcher, int32_t *rank, int
 
 static uint64_t mix(uint64_t hash, const char *text)
 {
-    for (; text && *text; text++) hash = (hash ^ (unsigned char)*text) * UINT64_C(0x100000001b3);
-    return (hash ^ 0xff) * UINT64_C(0x100000001b3);
+    if (text) hash = hash_bytes(hash, text, strlen(text));
+    return hash_bytes(hash, "\xff", 1); /* so that "ab", "c" differs from "a", "bc" */
 }
 
 /* Rule 4: 1 when the job has an identity and is on this host alone. */
@@ -123,7 +124,7 @@ static int job_on_this_host(enum store_launcher launcher, int32_t world_size, ui
         n = sizeof slurm / sizeof *slurm;
     }
     if (!local || !store_parse_int(local, 1, STORE_WORLD_MAX, &have) || have != wanted) return 0;
-    uint64_t hash = mix(UINT64_C(0xcbf29ce484222325), launcher == LAUNCHER_SLURM ? "slurm" : "openmpi");
+    uint64_t hash = mix(HASH_START, launcher == LAUNCHER_SLURM ? "slurm" : "openmpi");
     for (size_t i = 0; i < n; i++) hash = mix(hash, variable(names[i]));
     *identity = hash;
     return 1;

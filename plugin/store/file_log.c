@@ -22,9 +22,10 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "base/hash.h"
 #include "base/mem.h"
 
-#define RECORD_MAGIC 0x314c5346u /* "FSL1" */
+#define RECORD_MAGIC 0x324c5346u /* "FSL2" */
 #define LOCK_BYTE (INT64_C(1) << 61)
 #define CLAIM_BYTE (LOCK_BYTE + 1) /* + rank */
 
@@ -38,15 +39,9 @@ struct record {
 
 static uint32_t checksum(struct record head, const void *key, const void *value)
 {
-    uint32_t sum = 0x811c9dc5u;
-    const struct {
-        const void *data;
-        size_t bytes;
-    } parts[] = {{&head, offsetof(struct record, sum)}, {key, head.key_bytes}, {value, head.value_bytes}};
-    for (size_t p = 0; p < 3; p++)
-        for (size_t i = 0; i < parts[p].bytes; i++)
-            sum = (sum ^ ((const unsigned char *)parts[p].data)[i]) * 0x01000193u;
-    return sum;
+    uint64_t hash = hash_bytes(HASH_START, &head, offsetof(struct record, sum));
+    hash = hash_bytes(hash, key, head.key_bytes);
+    return (uint32_t)hash_bytes(hash, value, head.value_bytes);
 }
 
 fsdp_status store_log_damaged(const struct file_log *log, const char *what)

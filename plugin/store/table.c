@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/hash.h"
 #include "base/mem.h"
 
 struct table_entry {
@@ -16,13 +17,6 @@ struct table_entry {
     size_t value_bytes, key_bytes;
     unsigned char key[];
 };
-
-static uint64_t hash_of(const unsigned char *key, size_t bytes)
-{
-    uint64_t h = UINT64_C(0xcbf29ce484222325);
-    for (size_t i = 0; i < bytes; i++) h = (h ^ key[i]) * UINT64_C(0x100000001b3);
-    return h;
-}
 
 static struct table_entry *find(const struct store_table *table, uint64_t hash, const void *key, size_t key_bytes)
 {
@@ -57,7 +51,7 @@ fsdp_status store_table_set(struct store_table *table, const void *key, size_t k
     if (!copy) return mem_none("a store value", value_bytes);
     if (value_bytes) memcpy(copy, value, value_bytes);
 
-    uint64_t hash = hash_of(key, key_bytes);
+    uint64_t hash = hash_bytes(HASH_START, key, key_bytes);
     struct table_entry *e = find(table, hash, key, key_bytes);
     if (!e) {
         e = mem_alloc(sizeof *e + key_bytes);
@@ -82,7 +76,7 @@ fsdp_status store_table_set(struct store_table *table, const void *key, size_t k
 int store_table_get(const struct store_table *table, const void *key, size_t key_bytes, const void **value,
                     size_t *value_bytes)
 {
-    const struct table_entry *e = find(table, hash_of(key, key_bytes), key, key_bytes);
+    const struct table_entry *e = find(table, hash_bytes(HASH_START, key, key_bytes), key, key_bytes);
     if (!e) return 0;
     *value = e->value;
     *value_bytes = e->value_bytes;
