@@ -3,7 +3,6 @@
  * its service needs that, is the host's part. No meeting is done here; creating a group finds out who is
  * there. */
 #include <inttypes.h>
-#include <string.h>
 
 #include "base/mem.h"
 #include "store/store_backend.h"
@@ -95,16 +94,11 @@ static const struct store_backend_ops callback_ops = {
 fsdp_status store_callback_open(const fsdp_store_callbacks *callbacks, const struct store_config *config,
                                 struct store_backend **out)
 {
-    CHECK_ARG(callbacks->set, "callbacks->set is NULL: a store needs set, get, add and wait");
-    CHECK_ARG(callbacks->get, "callbacks->get is NULL: a store needs set, get, add and wait");
-    CHECK_ARG(callbacks->add, "callbacks->add is NULL: a store needs set, get, add and wait");
-    CHECK_ARG(callbacks->wait, "callbacks->wait is NULL: a store needs set, get, add and wait");
     struct callback *self = mem_alloc(sizeof *self);
     if (!self) return mem_none("a store", sizeof *self);
     self->base.ops = &callback_ops;
     self->timeout_ms = config->timeout_ms;
-    size_t known = callbacks->struct_size < sizeof self->host ? callbacks->struct_size : sizeof self->host;
-    memcpy(&self->host, callbacks, known);
+    self->host = *callbacks;
     *out = &self->base;
     return FSDP_OK;
 }

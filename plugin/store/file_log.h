@@ -14,7 +14,7 @@ struct file_log {
     off_t at; /* records before this have been read */
 };
 
-enum file_lock { FILE_UNLOCK, FILE_READ, FILE_WRITE };
+enum file_lock { FILE_READ, FILE_WRITE };
 
 /* Opens or makes the file; refuses what another user could have planted. Errors: SYSTEM, RENDEZVOUS. */
 fsdp_status store_log_open(struct file_log *log, const char *path);

@@ -23,11 +23,11 @@
 static fsdp_status config_init(struct store_config *config, const fsdp_store_options *options)
 {
     memset(config, 0, sizeof *config);
-    config->timeout_ms = options && options->timeout_ms ? options->timeout_ms : DEFAULT_TIMEOUT_MS;
+    config->timeout_ms = options->timeout_ms ? options->timeout_ms : DEFAULT_TIMEOUT_MS;
     CHECK_ARG(config->timeout_ms > 0, "options->timeout_ms is %" PRId64 ": expected milliseconds, or 0 for the default",
               config->timeout_ms);
 
-    const char *key = options ? options->job_key : NULL;
+    const char *key = options->job_key;
     const char *from = "options->job_key";
     if (!key) {
         key = getenv("FSDP_JOB_KEY");
@@ -38,7 +38,7 @@ static fsdp_status config_init(struct store_config *config, const fsdp_store_opt
         CHECK_ARG(length <= STORE_KEY_MAX, "%s has %zu bytes, at most %d are allowed", from, length, STORE_KEY_MAX);
         memcpy(config->job_key, key, length + 1);
     }
-    if (!options || options->world_size == 0) return FSDP_OK;
+    if (options->world_size == 0) return FSDP_OK;
     CHECK_ARG(options->world_size > 0 && options->world_size <= STORE_WORLD_MAX,
               "options->world_size is %" PRId32 ": expected 1 to %d, or 0 to take it from the URL or the environment",
               options->world_size, STORE_WORLD_MAX);
@@ -151,7 +151,6 @@ fsdp_status store_from_callbacks(const fsdp_store_callbacks *callbacks, const fs
                                  fsdp_store **out)
 {
     struct store_config config;
-    CHECK_ARG(callbacks, "callbacks is NULL");
     TRY(config_init(&config, options));
     CHECK_ARG(config.world_size > 0, "options->rank and options->world_size are required for a store over callbacks");
     fsdp_store *store = store_new(&config);
@@ -171,7 +170,7 @@ static fsdp_status enter(fsdp_store *store, const char *key)
 {
     if (ref_forked(&store->ref))
         return err(FSDP_ERR_FORKED, "the store was opened before fork() and this is a forked child: open one here");
-    CHECK_ARG(key && *key, "key is empty: a store key has 1 to %d bytes", STORE_KEY_MAX);
+    CHECK_ARG(*key, "key is empty: a store key has 1 to %d bytes", STORE_KEY_MAX);
     size_t length = strnlen(key, STORE_KEY_MAX + 1);
     CHECK_ARG(length <= STORE_KEY_MAX, "key '%.40s...' is too long: a store key has 1 to %d bytes", key, STORE_KEY_MAX);
     atomic_fetch_add(&store->calls, 1);
@@ -186,7 +185,6 @@ static fsdp_status leave(fsdp_store *store, fsdp_status status)
 
 fsdp_status store_set(fsdp_store *store, const char *key, const void *value, size_t bytes)
 {
-    CHECK_ARG(value || bytes == 0, "value is NULL but bytes is %zu", bytes);
     CHECK_ARG(bytes <= STORE_VALUE_MAX, "value has %zu bytes, a store takes at most %d: tensors go through a group",
               bytes, STORE_VALUE_MAX);
     TRY(enter(store, key));
@@ -202,15 +200,12 @@ fsdp_status store_get_within(fsdp_store *store, const char *key, void *buffer, s
                              int64_t timeout_ms)
 {
     if (timeout_ms > store->timeout_ms) timeout_ms = store->timeout_ms;
-    CHECK_ARG(buffer || capacity == 0, "buffer is NULL but capacity is %zu", capacity);
-    CHECK_ARG(bytes, "bytes is NULL");
     TRY(enter(store, key));
     return leave(store, store->backend->ops->get(store->backend, key, buffer, capacity, bytes, timeout_ms));
 }
 
 fsdp_status store_add(fsdp_store *store, const char *key, int64_t amount, int64_t *result)
 {
-    CHECK_ARG(result, "result is NULL");
     TRY(enter(store, key));
     return leave(store, store->backend->ops->add(store->backend, key, amount, result));
 }
@@ -234,11 +229,6 @@ int32_t store_rank(const fsdp_store *store)
 int32_t store_world_size(const fsdp_store *store)
 {
     return store->world_size;
-}
-
-int64_t store_timeout_ms(const fsdp_store *store)
-{
-    return store->timeout_ms;
 }
 
 int64_t store_next_group(fsdp_store *store)

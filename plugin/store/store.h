@@ -1,7 +1,7 @@
-/* Rendezvous: the key-value store behind fsdp_store, one vtable with three backends (tcp, file, host
- * callbacks).
+/* Rendezvous: the key-value store behind fsdp_store, one vtable with four backends (tcp, file, local for one rank
+ * alone, host callbacks).
  *
- * `api.c` checks the public arguments; these functions do the work. All are callable from any thread; a store
+ * `api.c` checks the public arguments, so no pointer here is NULL; these functions do the work. All are callable from any thread; a store
  * serialises its own requests. Waits are bounded by the store's timeout. */
 #ifndef FSDP_STORE_STORE_H
 #define FSDP_STORE_STORE_H
@@ -25,7 +25,6 @@ fsdp_status store_from_callbacks(const fsdp_store_callbacks *callbacks, const fs
 int store_is(const fsdp_store *store); /* a live store, as far as can be told */
 int32_t store_rank(const fsdp_store *store);
 int32_t store_world_size(const fsdp_store *store);
-int64_t store_timeout_ms(const fsdp_store *store);
 
 /* The n-th group made from this store, from 0: gives each group its own key prefix. The same on all ranks,
  * since they make groups in the same order. */

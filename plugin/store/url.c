@@ -110,7 +110,7 @@ static fsdp_status parse_file(const char *rest, const char *url, struct store_ad
 fsdp_status store_url_parse(const char *url, struct store_address *out)
 {
     memset(out, 0, sizeof *out);
-    CHECK_ARG(url && *url, "url is empty: " FORMS);
+    CHECK_ARG(*url, "url is empty: " FORMS);
     char copy[STORE_PATH_MAX];
     size_t length = strlen(url);
     CHECK_ARG(length < sizeof copy, "url has %zu bytes, at most %zu fit", length, sizeof copy - 1);

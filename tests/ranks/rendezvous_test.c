@@ -369,7 +369,7 @@ static fsdp_status meet_by_environment(int32_t rank, struct outcome *out)
     setenv("PMIX_NAMESPACE", "a-test", 1);
     setenv("XDG_RUNTIME_DIR", folder, 1);
     fsdp_store *store;
-    TRY(store_open("env://", NULL, &store));
+    TRY(fsdp_store_open("env://", NULL, &store));
     return leave(store, store_rank(store) == rank ? FSDP_OK : err(FSDP_ERR_INTERNAL, "another's rank"));
 }
 

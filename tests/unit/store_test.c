@@ -271,7 +271,7 @@ Test(store_env, broken_variables_are_named)
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         fsdp_store *store;
         set_variables(cases[i][0]);
-        FAILS(store_open("env://", NULL, &store), FSDP_ERR_RENDEZVOUS, cases[i][1]);
+        FAILS(fsdp_store_open("env://", NULL, &store), FSDP_ERR_RENDEZVOUS, cases[i][1]);
     }
 }
 
@@ -372,9 +372,9 @@ Test(store_open, options_are_checked)
     FAILS(store_open("tcp://localhost:1?rank=1&world_size=2", &o, &store), FSDP_ERR_INVALID,
           "rank 1 of 2 but options says");
     FAILS(store_open("env://", &o, &store), FSDP_ERR_RENDEZVOUS, "MASTER_ADDR");
-    FAILS(store_open("tcp://localhost:1", NULL, &store), FSDP_ERR_INVALID, "nothing says which rank");
-    FAILS(store_open("file:///tmp/x", NULL, &store), FSDP_ERR_INVALID, "nothing says which rank");
-    FAILS(store_open(NULL, NULL, &store), FSDP_ERR_INVALID, "url is empty");
+    FAILS(fsdp_store_open("tcp://localhost:1", NULL, &store), FSDP_ERR_INVALID, "nothing says which rank");
+    FAILS(fsdp_store_open("file:///tmp/x", NULL, &store), FSDP_ERR_INVALID, "nothing says which rank");
+    FAILS(fsdp_store_open("", NULL, &store), FSDP_ERR_INVALID, "url is empty");
     char key[300];
     memset(key, 'k', sizeof key);
     key[256] = 0;
@@ -382,10 +382,10 @@ Test(store_open, options_are_checked)
     o.job_key = key;
     FAILS(store_open("env://", &o, &store), FSDP_ERR_INVALID, "job_key has 256");
     setenv("FSDP_JOB_KEY", key, 1);
-    FAILS(store_open("env://", NULL, &store), FSDP_ERR_INVALID, "FSDP_JOB_KEY has 256");
+    FAILS(fsdp_store_open("env://", NULL, &store), FSDP_ERR_INVALID, "FSDP_JOB_KEY has 256");
     setenv("FSDP_JOB_KEY", "", 1);
     set_variables("RANK=0 WORLD_SIZE=2 FSDP_STORE=tcp://localhost:1?rank=1&world_size=2");
-    FAILS(store_open("env://", NULL, &store), FSDP_ERR_INVALID, "launcher or options say rank 0 of 2");
+    FAILS(fsdp_store_open("env://", NULL, &store), FSDP_ERR_INVALID, "launcher or options say rank 0 of 2");
 }
 
 Test(store_open, one_rank_needs_nothing)
@@ -395,9 +395,9 @@ Test(store_open, one_rank_needs_nothing)
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         fsdp_store *store;
         set_variables(cases[i]);
-        OK(store_open("env://", NULL, &store));
+        OK(fsdp_store_open("env://", NULL, &store));
         cr_assert(store_rank(store) == 0 && store_world_size(store) == 1);
-        cr_assert_eq(store_timeout_ms(store), 300000);
+        cr_assert_eq(store->timeout_ms, 300000);
         store_release(store);
     }
 }
@@ -407,7 +407,7 @@ Test(store_open, a_store_is_counted)
     fsdp_store *store;
     clear_environment();
     remember();
-    OK(store_open("env://", NULL, &store));
+    OK(fsdp_store_open("env://", NULL, &store));
     cr_assert(store_is(store) && !store_is(NULL));
     cr_assert_eq(store_next_group(store), 0);
     cr_assert_eq(store_next_group(store), 1);
@@ -492,12 +492,12 @@ Test(store_keys, wrong_use_is_refused, .timeout = 30)
         memset(key, 'k', 256);
         FAILS(store_set(store, key, "", 0), FSDP_ERR_INVALID, "too long");
         FAILS(store_set(store, "", "", 0), FSDP_ERR_INVALID, "key is empty");
-        FAILS(store_wait(store, NULL), FSDP_ERR_INVALID, "key is empty");
-        FAILS(store_set(store, "k", NULL, 1), FSDP_ERR_INVALID, "value is NULL");
+        FAILS(fsdp_store_wait(store, NULL), FSDP_ERR_INVALID, "key is NULL");
+        FAILS(fsdp_store_set(store, "k", NULL, 1), FSDP_ERR_INVALID, "value is NULL");
         FAILS(store_set(store, "k", big, sizeof big), FSDP_ERR_INVALID, "65537 bytes");
-        FAILS(store_get(store, "k", NULL, 1, &bytes), FSDP_ERR_INVALID, "buffer is NULL");
-        FAILS(store_get(store, "k", buffer, 1, NULL), FSDP_ERR_INVALID, "bytes is NULL");
-        FAILS(store_add(store, "k", 1, NULL), FSDP_ERR_INVALID, "result is NULL");
+        FAILS(fsdp_store_get(store, "k", NULL, 1, &bytes), FSDP_ERR_INVALID, "buffer is NULL");
+        FAILS(fsdp_store_get(store, "k", buffer, 1, NULL), FSDP_ERR_INVALID, "bytes is NULL");
+        FAILS(fsdp_store_add(store, "k", 1, NULL), FSDP_ERR_INVALID, "result is NULL");
 
         OK(store_set(store, "k", "value", 5));
         FAILS(store_get(store, "k", buffer, 4, &bytes), FSDP_ERR_INVALID, "has 5 bytes but capacity is 4");
@@ -953,17 +953,19 @@ Test(store_callbacks, must_all_be_there)
     fsdp_store_options o = options_of(0, 2, 50);
     remember();
     for (int i = 0; i < 4; i++) {
-        static const char *const names[] = {"->set", "->get", "->add", "->wait"};
         fsdp_store_callbacks callbacks = callbacks_of(&host);
         if (i == 0) callbacks.set = NULL;
         if (i == 1) callbacks.get = NULL;
         if (i == 2) callbacks.add = NULL;
         if (i == 3) callbacks.wait = NULL;
-        FAILS(store_from_callbacks(&callbacks, &o, &store), FSDP_ERR_INVALID, names[i]);
+        FAILS(fsdp_store_from_callbacks(&callbacks, &o, &store), FSDP_ERR_INVALID, "set, get, add and wait");
     }
     fsdp_store_callbacks callbacks = callbacks_of(&host);
-    FAILS(store_from_callbacks(&callbacks, NULL, &store), FSDP_ERR_INVALID, "required");
-    FAILS(store_from_callbacks(NULL, &o, &store), FSDP_ERR_INVALID, "callbacks is NULL");
+    FAILS(fsdp_store_from_callbacks(&callbacks, NULL, &store), FSDP_ERR_INVALID, "options is NULL");
+    o.world_size = 0;
+    FAILS(fsdp_store_from_callbacks(&callbacks, &o, &store), FSDP_ERR_INVALID, "required");
+    o.world_size = 2;
+    FAILS(fsdp_store_from_callbacks(NULL, &o, &store), FSDP_ERR_INVALID, "callbacks is NULL");
     cr_assert_eq(host.released, 0);
     callbacks.release = NULL;
     OK(store_from_callbacks(&callbacks, &o, &store));
