@@ -4,10 +4,11 @@
  *
  * Rules that hold for every function (abi/README.md gives the reasons):
  *
- * - Status. A function returns fsdp_status and writes its outputs only when it returns FSDP_OK (two say that they differ:
- *   fsdp_work_test and fsdp_store_get). What was wrong, in words, is in fsdp_last_error() of the calling thread; for an
- *   operation that failed later, on its work handle. A collective that fails in the middle (TIMEOUT, PEER_LOST, ABORTED)
- *   leaves its output tensors undefined; one that is refused (INVALID, UNSUPPORTED, MISMATCH) leaves them untouched.
+ * - Status. A function returns fsdp_status and writes its outputs only when it returns FSDP_OK (two say that they
+ *   differ: fsdp_work_test and fsdp_store_get). What was wrong, in words, is in fsdp_last_error() of the calling
+ *   thread; for an operation that failed later, on its work handle. A collective that fails in the middle (TIMEOUT,
+ *   PEER_LOST, ABORTED) leaves its output tensors undefined; one that is refused (INVALID, UNSUPPORTED, MISMATCH)
+ *   leaves them untouched.
  * - Structs. A struct that the caller allocates starts with `struct_size`: set it to sizeof the struct, or use the
  *   fsdp_*_init function. A zero field means the default. Elements of arrays carry it too, all the same: it is also the
  *   distance from one element to the next.
@@ -15,17 +16,17 @@
  * - Tensors go in as `const DLTensor *`, borrowed: descriptor, shape and strides may be reused as soon as the call
  *   returns; the data must stay valid until the operation is complete (at return, or when its work handle is done).
  *   Ownership moves only as DLManagedTensorVersioned *. Tensors come out with strides set and byte_offset 0.
- *   NULL strides mean row-major contiguous. byte_offset is honoured. Host memory only in this release. A DLTensor does not
- *   say whether it is read-only: whoever holds the managed tensor must not pass such a one as an output.
+ *   NULL strides mean row-major contiguous. byte_offset is honoured. Host memory only in this release. A DLTensor does
+ *   not say whether it is read-only: whoever holds the managed tensor must not pass such a one as an output.
  * - Outputs never overlap themselves or (except where a call says "in place") an input.
  * - Strings are UTF-8, zero-terminated and borrowed for the call; those that come out belong to the library.
  * - Times are milliseconds.
- * - Threads. Any function may be called from any thread; handles may move between threads; a model and its units are used
- *   by one thread at a time. Operations on one group take effect in the order in which the calls were made; where two
- *   threads use one group at once that order is the caller's affair, and it must be the same on all ranks.
- * - Callbacks and deleters run without any lock of the library held, on the thread that completes an operation: one of the
- *   library's own, or one of the host's inside a call on the same group. They must return (no longjmp, exception or panic
- *   across them) and must not wait for a lock that the host holds around calls of the library.
+ * - Threads. Any function may be called from any thread; handles may move between threads; a model and its units are
+ *   used by one thread at a time. Operations on one group take effect in the order in which the calls were made; where
+ *   two threads use one group at once that order is the caller's affair, and it must be the same on all ranks.
+ * - Callbacks and deleters run without any lock of the library held, on the thread that completes an operation: one of
+ *   the library's own, or one of the host's inside a call on the same group. They must return (no longjmp, exception or
+ *   panic across them) and must not wait for a lock that the host holds around calls of the library.
  * - After fork() the child's handles answer FSDP_ERR_FORKED; releasing them there is allowed and disturbs nobody.
  */
 #ifndef FSDP_H_
@@ -164,7 +165,8 @@ FSDP_API fsdp_status fsdp_set_allocator(fsdp_alloc_fn alloc, fsdp_free_fn releas
 
 /* A small key-value service shared by the ranks of a job, used to meet; nothing of the data path goes through it.
  * Every rank makes one with the same address. Keys are 1 to 255 bytes and don't begin with "fsdp/", which the library
- * keeps for itself; values are at most 64 KiB. When rank 0 of a tcp store ends, waits of the others end with PEER_LOST. */
+ * keeps for itself; values are at most 64 KiB. When rank 0 of a tcp store ends, waits of the others end with
+ * PEER_LOST. */
 typedef struct fsdp_store fsdp_store;
 
 typedef struct fsdp_store_options {
@@ -184,12 +186,13 @@ FSDP_API fsdp_status fsdp_store_options_init(fsdp_store_options *options, size_t
  *                                   SLURM_NTASKS. Address from MASTER_ADDR and MASTER_PORT (or FSDP_STORE, a URL of the
  *                                   forms below). With none of the variables set: one rank.
  *   "tcp://host:port?rank=R&world_size=N"   rank 0 listens there (loopback unless host says otherwise), others connect.
- *   "file:///path?rank=R&world_size=N"      through a file on a local disk; made by whoever comes first, must be new for
+ *   "file:///path?rank=R&world_size=N"      through a file on a local disk; made by whoever comes first, must be new
+ *   for
  *                                   each job, removed when the last rank releases its store.
  * Parameters in the URL may be left out when `options` has them; where both say something they must agree (INVALID).
- * Paths are absolute and taken as they are (no %-escapes). options may be NULL. Returns when every rank has arrived.
- * A host that already serves a TCP store of its own (torchrun's) on MASTER_PORT keeps it: see the environment variable
- * FSDP_MASTER_PORT in README. Under Open MPI or Slurm on one host no address is needed.
+ * Paths are absolute; in them %XX stands for a byte, so '%' is "%25" and '?' is "%3F". options may be NULL. Returns
+ * when every rank has arrived. A host that already serves a TCP store of its own (torchrun's) on MASTER_PORT keeps it:
+ * see the environment variable FSDP_MASTER_PORT in README. Under Open MPI or Slurm on one host no address is needed.
  * Errors: INVALID (malformed URL, rank out of range), RENDEZVOUS (missing variable, port in use, two ranks with one
  * number, ranks that disagree on world_size or job_key), TIMEOUT (names the ranks that did not come, or the address
  * that did not answer). */
@@ -219,16 +222,16 @@ FSDP_API fsdp_status fsdp_store_from_callbacks(const fsdp_store_callbacks *callb
 FSDP_API fsdp_status fsdp_store_identity(fsdp_store *store, int32_t *rank, int32_t *world_size);
 /* Set key to a copy of `value` (NULL only when bytes is 0), for all ranks. */
 FSDP_API fsdp_status fsdp_store_set(fsdp_store *store, const char *key, const void *value, size_t bytes);
-/* Waits for key up to the store's timeout. A value larger than capacity: INVALID, with its size in *bytes (buffer may be
- * NULL when capacity is 0). */
+/* Waits for key up to the store's timeout. A value larger than capacity: INVALID, with its size in *bytes (buffer may
+ * be NULL when capacity is 0). */
 FSDP_API fsdp_status fsdp_store_get(fsdp_store *store, const char *key, void *buffer, size_t capacity, size_t *bytes);
 /* Atomically add to the integer at key (absent: 0; kept as decimal text); *result is the sum. */
 FSDP_API fsdp_status fsdp_store_add(fsdp_store *store, const char *key, int64_t amount, int64_t *result);
 /* Until key exists, up to the store's timeout. */
 FSDP_API fsdp_status fsdp_store_wait(fsdp_store *store, const char *key);
 FSDP_API fsdp_status fsdp_store_retain(fsdp_store *store);
-/* Does not block. Rank 0 of a tcp store serves until its last reference is dropped: keep it until the others are done
- * (a group keeps a reference of its own). */
+/* Takes a moment at most (a thread to join, a file to update). Rank 0 of a tcp store serves until its last reference is
+ * dropped: keep it until the others are done (a group keeps a reference of its own). */
 FSDP_API void fsdp_store_release(fsdp_store *store);
 
 /* ---- Tensors ----------------------------------------------------------------------------------------------------- */
@@ -241,9 +244,9 @@ FSDP_API void fsdp_store_release(fsdp_store *store);
 FSDP_API fsdp_status fsdp_zeros(const DLDataType *dtype, int32_t ndim, const int64_t *shape,
                                 DLManagedTensorVersioned **tensor);
 
-/* output[...] = input[...], any strides, casting between dtypes: rounded once to nearest even; float to integer truncates and
- * saturates (NaN gives 0); to bool is != 0 (NaN gives true); complex to real takes the real part. Same shape. Errors:
- * INVALID (shapes differ, output overlaps itself or input), UNSUPPORTED. */
+/* output[...] = input[...], any strides, casting between dtypes: rounded once to nearest even; float to integer
+ * truncates and saturates (NaN gives 0); to bool is != 0 (NaN gives true); complex to real takes the real part. Same
+ * shape. Errors: INVALID (shapes differ, output overlaps itself or input), UNSUPPORTED. */
 FSDP_API fsdp_status fsdp_copy(const DLTensor *input, const DLTensor *output);
 
 /* Where rank's rows of a dimension of `rows` lie when it is cut for `world_size` ranks: chunks of ceil(rows /
@@ -271,15 +274,15 @@ FSDP_API fsdp_status fsdp_tensor_share(DLManagedTensorVersioned *tensor, DLManag
  *
  * Failure. A MISMATCH fails that one operation on every rank alike and the group stays usable. TIMEOUT, PEER_LOST,
  * ABORTED, and a failure in the middle of an operation fail the group for good, on every rank: operations under way end
- * with it within moments, and each later call returns it at once (or, with a work handle, through the handle: be ready for
- * both). An operation that a late rank can still complete correctly may do so. Other groups go on; tensors stay readable,
- * so a checkpoint can be written; to go on, make a new store and group. */
+ * with it within moments, and each later call returns it at once (or, with a work handle, through the handle: be ready
+ * for both). An operation that a late rank can still complete correctly may do so. Other groups go on; tensors stay
+ * readable, so a checkpoint can be written; to go on, make a new store and group. */
 typedef struct fsdp_group fsdp_group;
 
 typedef struct fsdp_group_options {
     size_t struct_size;
     const char *name;      /* for messages; at most 63 bytes. NULL: "group<n>". Ranks need not agree on it. */
-    const char *transport; /* "self" (one rank), "shm" (one host); NULL: by size and host */
+    const char *transport; /* "self" (one rank), "shm" (one host; with one rank the same as "self"); NULL: by size */
     int64_t timeout_ms;    /* of each operation, from its start on the data path, and of making the group; 0: 600000 */
     int64_t
         staging_bytes;   /* shared memory for staging, for each rank; 0: 512 KiB. 64 KiB to 256 MiB; rank 0's counts. */
@@ -296,9 +299,9 @@ FSDP_API fsdp_status fsdp_group_options_init(fsdp_group_options *options, size_t
  * (transport, direct_read), NOMEM (the shared segment can't be reserved: names sizes and the option to change). */
 FSDP_API fsdp_status fsdp_group_create(fsdp_store *store, const fsdp_group_options *options, fsdp_group **group);
 
-/* Cut a group into disjoint ones. Collective over `group`. Ranks that give the same color >= 0 form one, ordered by key,
- * then by rank; color -1: this rank takes part in none and *out is NULL. Synchronous. What options leave at zero (all of
- * it, when NULL) is as the parent's; without a name it is "<parent>/<n>". */
+/* Cut a group into disjoint ones. Collective over `group`. Ranks that give the same color >= 0 form one, ordered by
+ * key, then by rank; color -1: this rank takes part in none and *out is NULL. Synchronous. What options leave at zero
+ * (all of it, when NULL) is as the parent's; without a name it is "<parent>/<n>". */
 FSDP_API fsdp_status fsdp_group_split(fsdp_group *group, int32_t color, int32_t key, const fsdp_group_options *options,
                                       fsdp_group **out);
 
@@ -324,8 +327,8 @@ FSDP_API fsdp_status fsdp_group_query(fsdp_group *group, fsdp_group_info *info);
 FSDP_API fsdp_status fsdp_group_abort(fsdp_group *group, const char *reason);
 
 FSDP_API fsdp_status fsdp_group_retain(fsdp_group *group);
-/* Dropping the last reference waits for this rank's queued operations, then leaves: a peer that then waits for this rank
- * gets PEER_LOST ("released the group"). To leave at once, abort first. */
+/* Dropping the last reference (a model's, unit's or tensor's release may) waits for this rank's queued operations, then
+ * leaves: a peer that then waits for this rank gets PEER_LOST ("released the group"). To leave at once, abort first. */
 FSDP_API void fsdp_group_release(fsdp_group *group);
 
 /* ---- Work -------------------------------------------------------------------------------------------------------- */
@@ -342,8 +345,8 @@ typedef struct fsdp_work fsdp_work;
  * also when that is a failure), and FSDP_OK before. */
 FSDP_API fsdp_status fsdp_work_test(fsdp_work *work, int32_t *done);
 
-/* Wait until complete; returns the operation's status, with its message in fsdp_last_error(). timeout_ms < 0: as long as
- * the group's timeout allows. PENDING when timeout_ms passes first: the operation goes on. */
+/* Wait until complete; returns the operation's status, with its message in fsdp_last_error(). timeout_ms < 0: as long
+ * as the group's timeout allows. PENDING when timeout_ms passes first: the operation goes on. */
 FSDP_API fsdp_status fsdp_work_wait(fsdp_work *work, int64_t timeout_ms);
 
 /* Call fn once when complete: on the thread that completes it, or at once, here, when it is already. At most one fn for
@@ -368,27 +371,27 @@ FSDP_API void fsdp_work_release(fsdp_work *work);
 /* All ranks of the group call the same operation with matching arguments: a difference is found always, and every rank
  * gets MISMATCH naming two ranks and both calls. N is the group's size, d0 a tensor's first dimension; a 0-dim tensor
  * counts as one row. Element counts may be 0: the call still takes its place in the order. Any strides; a tensor that
- * is not contiguous goes through a packed copy. Shapes given below say how a result reads; what is checked and compared is
- * dtypes, element counts and, in the uneven forms, rows. A call refused for its own arguments (INVALID, UNSUPPORTED) has
- * no effect and takes no place in the order: the other ranks wait for it, so repeat it corrected, or abort the group.
- * "In place" below means: same address, dtype and strides. `const DLTensor *` says that the descriptor is not written;
- * output data is.
+ * is not contiguous goes through a packed copy. Shapes given below say how a result reads; what is checked and compared
+ * is dtypes, element counts and, in the uneven forms, rows. A call refused for its own arguments (INVALID, UNSUPPORTED)
+ * has no effect and takes no place in the order: the other ranks wait for it, so repeat it corrected, or abort the
+ * group. "In place" below means: same address, dtype and strides. `const DLTensor *` says that the descriptor is not
+ * written; output data is.
  *
  * Errors of all: INVALID, UNSUPPORTED (device, dtype, op), STRUCT_SIZE, NOMEM, MISMATCH, TIMEOUT, PEER_LOST, ABORTED,
  * FORKED; on one rank `self` transport does the same locally. */
 
-/* output = the ranks' `input`, in rank order. input (s...), output with N times the elements: (N, s...) or (N*d0, ...). Same dtype.
- * In place: input may be output's rows of this rank. */
+/* output = the ranks' `input`, in rank order. input (s...), output with N times the elements: (N, s...) or (N*d0, ...).
+ * Same dtype. In place: input may be output's rows of this rank. */
 FSDP_API fsdp_status fsdp_all_gather(fsdp_group *group, const DLTensor *input, const DLTensor *output,
                                      fsdp_work **work);
 
-/* Uneven: rank r gives rows[r] rows; `rows` (N entries) is the same on all ranks. input (rows[rank], ...), output (sum of rows,
- * ...). In place as above. */
+/* Uneven: rank r gives rows[r] rows; `rows` (N entries) is the same on all ranks. input (rows[rank], ...), output (sum
+ * of rows, ...). In place as above. */
 FSDP_API fsdp_status fsdp_all_gather_v(fsdp_group *group, const DLTensor *input, const DLTensor *output,
                                        const int64_t *rows, fsdp_work **work);
 
-/* output = this rank's part of the reduction of the ranks' `input`: input (N*d0, ...) or (N, s...), output with 1/N of the elements.
- * Same dtype. In place: output may be input's rows of this rank. */
+/* output = this rank's part of the reduction of the ranks' `input`: input (N*d0, ...) or (N, s...), output with 1/N of
+ * the elements. Same dtype. In place: output may be input's rows of this rank. */
 FSDP_API fsdp_status fsdp_reduce_scatter(fsdp_group *group, const DLTensor *input, const DLTensor *output,
                                          fsdp_reduce_op op, fsdp_work **work);
 
@@ -407,7 +410,8 @@ FSDP_API fsdp_status fsdp_reduce(fsdp_group *group, const DLTensor *input, const
 /* tensor of rank `root` to all, in place: read on root, written elsewhere. */
 FSDP_API fsdp_status fsdp_broadcast(fsdp_group *group, const DLTensor *tensor, int32_t root, fsdp_work **work);
 
-/* output on root = the ranks' `input`, in rank order, (N, s...) or (N*d0, ...); elsewhere output is NULL or not touched. */
+/* output on root = the ranks' `input`, in rank order, (N, s...) or (N*d0, ...); elsewhere output is NULL or not
+ * touched. */
 FSDP_API fsdp_status fsdp_gather(fsdp_group *group, const DLTensor *input, const DLTensor *output, int32_t root,
                                  fsdp_work **work);
 
@@ -415,28 +419,28 @@ FSDP_API fsdp_status fsdp_gather(fsdp_group *group, const DLTensor *input, const
 FSDP_API fsdp_status fsdp_scatter(fsdp_group *group, const DLTensor *input, const DLTensor *output, int32_t root,
                                   fsdp_work **work);
 
-/* Part r of input goes to rank r, whose part `rank` of output it becomes. input and output of equal shape, d0 (or the elements of a
- * tensor whose d0 is not divisible) a multiple of N. Not in place. */
+/* Part r of input goes to rank r, whose part `rank` of output it becomes. input and output of equal shape, d0 (or the
+ * elements of a tensor whose d0 is not divisible) a multiple of N. Not in place. */
 FSDP_API fsdp_status fsdp_all_to_all(fsdp_group *group, const DLTensor *input, const DLTensor *output,
                                      fsdp_work **work);
 
-/* Uneven: input_rows[r] rows of input go to rank r, output_rows[r] rows of output come from it. input_rows[r] here must equal
- * output_rows[rank] on r (MISMATCH otherwise). Rows are of equal size in input and output, on all ranks. */
+/* Uneven: input_rows[r] rows of input go to rank r, output_rows[r] rows of output come from it. input_rows[r] here must
+ * equal output_rows[rank] on r (MISMATCH otherwise). Rows are of equal size in input and output, on all ranks. */
 FSDP_API fsdp_status fsdp_all_to_all_v(fsdp_group *group, const DLTensor *input, const DLTensor *output,
                                        const int64_t *input_rows, const int64_t *output_rows, fsdp_work **work);
 
 /* Point to point. A send and the recv that takes it have equal element counts and dtypes (MISMATCH on both sides
- * otherwise). For one pair of ranks and one tag, messages are taken in the order in which they were sent; different tags
- * don't wait for each other (while fewer than 32 sends of a pair are under way), and point to point does not queue behind
- * collectives. A send completes when its receive has taken the data: two ranks that both send first, synchronously,
- * wait for each other until the timeout; use work handles or fsdp_coalesced. tag >= 0. src may be FSDP_ANY_RANK, see
- * fsdp_work_source; a rank may send to itself. The timeout counts from the call. */
+ * otherwise). For one pair of ranks and one tag, messages are taken in the order in which they were sent; different
+ * tags don't wait for each other (while fewer than 32 sends of a pair are under way), and point to point does not queue
+ * behind collectives. A send completes when its receive has taken the data: two ranks that both send first,
+ * synchronously, wait for each other until the timeout; use work handles or fsdp_coalesced. tag >= 0. src may be
+ * FSDP_ANY_RANK, see fsdp_work_source; a rank may send to itself. The timeout counts from the call. */
 enum { FSDP_ANY_RANK = -1 };
 FSDP_API fsdp_status fsdp_send(fsdp_group *group, const DLTensor *tensor, int32_t dst, int32_t tag, fsdp_work **work);
 FSDP_API fsdp_status fsdp_recv(fsdp_group *group, const DLTensor *tensor, int32_t src, int32_t tag, fsdp_work **work);
 
-/* The rank that a completed recv took its message from, also when it asked for FSDP_ANY_RANK. Errors: STATE (not complete,
- * or not of one recv). */
+/* The rank that a completed recv took its message from, also when it asked for FSDP_ANY_RANK. Errors: STATE (not
+ * complete, or not of one recv). */
 FSDP_API fsdp_status fsdp_work_source(fsdp_work *work, int32_t *rank);
 
 /* Return when every rank has called it. */
@@ -456,11 +460,11 @@ typedef struct fsdp_collective {
 } fsdp_collective;
 
 /* Several operations as one: checked together before any of them begins, one work handle, and for a run of operations
- * of one kind, reduction and root, one exchange between the ranks instead of one each. Either collectives (of any kinds;
- * runs take effect in the order of the array) or point to point (all at once: no order among them but that of equal
- * peer and tag); not both. Outputs of one call must not overlap its other tensors. n may be 0 (nothing is done; with
- * `work`, a handle that is done). One operation is the same as its own call. Fields that its kind does not use must be zero
- * (INVALID). */
+ * of one kind, reduction and root, one exchange between the ranks instead of one each. Either collectives (of any
+ * kinds; runs take effect in the order of the array) or point to point (all at once: no order among them but that of
+ * equal peer and tag); not both. Outputs of one call must not overlap its other tensors. n may be 0 (nothing is done;
+ * with `work`, a handle that is done). One operation is the same as its own call. Fields that its kind does not use
+ * must be zero (INVALID). */
 FSDP_API fsdp_status fsdp_coalesced(fsdp_group *group, const fsdp_collective *operations, int32_t n, fsdp_work **work);
 
 /* ---- Fully sharded data parallelism ------------------------------------------------------------------------------ */
@@ -475,9 +479,9 @@ FSDP_API fsdp_status fsdp_coalesced(fsdp_group *group, const fsdp_collective *op
  * shards in place. Each call does nothing when there is nothing to do.
  *
  * Memory. A parameter's shard, full view and sharded gradient keep their addresses for the unit's life. The full view's
- * content is defined while the unit is unsharded. It is private to this rank (copy-on-write where it is shared): writing
- * it changes no other rank's. Resharding gives memory back only with private_unshard; shared memory is kept for the next
- * unshard. Tensors handed out keep their unit, its model, group and store alive until deleted.
+ * content is defined while the unit is unsharded. It is private to this rank (copy-on-write where it is shared):
+ * writing it changes no other rank's. Resharding gives memory back only with private_unshard; shared memory is kept for
+ * the next unshard. Tensors handed out keep their unit, its model, group and store alive until deleted.
  *
  * A call that has nothing to do (unsharding what is unsharded, or what has not changed) does not communicate, so a
  * difference between ranks there is found at the next call that does. */
@@ -510,10 +514,10 @@ typedef struct fsdp_param {
 } fsdp_param;
 
 /* Make a unit of n >= 1 parameters. Collective: all ranks give the same names, shapes, dtypes and frozen flags, and
- * their models' options agree (MISMATCH otherwise). Values are not compared: each rank contributes its own rows, so begin with equal values or broadcast first.
- * A parameter's name is free again when its unit and all tensors of it are gone.
- * name: for messages, at most 63 bytes count; NULL: "unit<n>". The unit begins sharded. All or nothing. Errors also:
- * INVALID (names repeated in the model, 0-dim), UNSUPPORTED (dtype), NOMEM. */
+ * their models' options agree (MISMATCH otherwise). Values are not compared: each rank contributes its own rows, so
+ * begin with equal values or broadcast first. A parameter's name is free again when its unit and all tensors of it are
+ * gone. name: for messages, at most 63 bytes count; NULL: "unit<n>". The unit begins sharded. All or nothing. Errors
+ * also: INVALID (names repeated in the model, 0-dim), UNSUPPORTED (dtype), NOMEM. */
 FSDP_API fsdp_status fsdp_unit_create(fsdp_model *model, const char *name, const fsdp_param *params, int32_t n,
                                       fsdp_unit **unit);
 FSDP_API fsdp_status fsdp_unit_retain(fsdp_unit *unit);
@@ -521,7 +525,8 @@ FSDP_API void fsdp_unit_release(fsdp_unit *unit); /* tensors handed out stay val
 
 /* Parameter `index` of the unit (0 .. n-1), as tensors that alias the library's memory; each call gives a new handle.
  * shard: this rank's rows, in the parameter's dtype, private memory, the host's to update between iterations.
- * full: the whole parameter. grad: this rank's rows of the gradient, shape of shard; FSDP_ERR_STATE for a frozen one. */
+ * full: the whole parameter. grad: this rank's rows of the gradient, shape of shard; FSDP_ERR_STATE for a frozen
+ * one. */
 FSDP_API fsdp_status fsdp_unit_param_shard(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **tensor);
 FSDP_API fsdp_status fsdp_unit_param_full(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **tensor);
 FSDP_API fsdp_status fsdp_unit_param_grad(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **tensor);
@@ -537,15 +542,16 @@ FSDP_API fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit);
  * dtype); NULL entries (frozen, or unused on this rank) count as zeros. With gradient sync on, each rank's rows are
  * summed over the ranks, divided, and added to what the sharded gradient holds (zeros after fsdp_model_zero_grad).
  * With sync off, nothing is sent: grads are added to an unsharded buffer of this rank (float32 for narrower floats),
- * which the next synced call includes, also one without any gradient; they are free at return. Then the unit is resharded.
- * With `work`, the reduction goes on after return and grads' data must stay valid until it is done;
+ * which the next synced call includes, also one without any gradient; they are free at return. Then the unit is
+ * resharded. With `work`, the reduction goes on after return and grads' data must stay valid until it is done;
  * fsdp_model_finish_backward waits for it. The divisor does not count micro-batches. After a failed reduction the
  * gradients are not to be used: fsdp_model_finish_backward returns its failure, until zero_grad or reset. */
 FSDP_API fsdp_status fsdp_unit_post_backward(fsdp_unit *unit, const DLTensor *const *grads, int32_t n,
                                              fsdp_work **work);
 
-/* By hand, outside the hooks: make the parameters full (collective) and sharded again. Both idempotent. Edits of the
- * full view are dropped by reshard. */
+/* By hand, outside the hooks: make the parameters full (collective) and sharded again. Both idempotent: while an
+ * asynchronous unshard is under way another gives one more handle of the same work. Edits of the full view are dropped
+ * by reshard. */
 FSDP_API fsdp_status fsdp_unit_unshard(fsdp_unit *unit, fsdp_work **work);
 FSDP_API fsdp_status fsdp_unit_reshard(fsdp_unit *unit);
 
@@ -567,9 +573,9 @@ FSDP_API fsdp_status fsdp_unit_shard_changed(fsdp_unit *unit);
 /* 0: following post_backward calls only accumulate on this rank (no_sync); 1 (the default): they reduce. */
 FSDP_API fsdp_status fsdp_model_set_gradient_sync(fsdp_model *model, int32_t sync);
 
-/* Backward is over: waits for reductions under way, reshards every unit, and (with gradient sync on) takes shards as about
- * to change. Once for each micro-batch or once before the optimizer's step, as the host likes. Sharded gradients are
- * defined after it. */
+/* Backward is over: waits for reductions under way, reshards every unit, and (with gradient sync on) takes shards as
+ * about to change. Once for each micro-batch or once before the optimizer's step, as the host likes. Sharded gradients
+ * are defined after it. */
 FSDP_API fsdp_status fsdp_model_finish_backward(fsdp_model *model);
 
 /* Sharded gradients (and unsharded accumulation) to zero. */

@@ -1,7 +1,7 @@
 /* The exported functions: check the arguments, call the module, return. No logic; abi/fsdp.h says what each does.
  *
- * Handles are checked by their magic number, which a released object no longer has: that tells most released and foreign
- * handles, though not one whose memory has been used again. */
+ * Handles are checked by their magic number, which a released object no longer has: that tells most released and
+ * foreign handles, though not one whose memory has been used again. */
 #include "abi_check.h"
 
 #include "base/log.h"

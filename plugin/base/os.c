@@ -1,5 +1,5 @@
-/* Kernel services without sockets: see os.h. Nothing here keeps state but the process's number, on a page that the kernel
- * wipes in a child (MADV_WIPEONFORK), so a fork by any route is seen; the child then takes the next number. */
+/* Kernel services without sockets: see os.h. Nothing here keeps state but the process's number, on a page that the
+ * kernel wipes in a child (MADV_WIPEONFORK), so a fork by any route is seen; the child then takes the next number. */
 #include "base/os.h"
 
 #include <errno.h>
@@ -106,7 +106,8 @@ fsdp_status os_liveness_fd(int *fd, int *keep)
     *fd = (int)syscall(SYS_pidfd_open, getpid(), 0);
     if (*fd >= 0) return FSDP_OK;
 #endif
-    /* Older kernels: a pipe whose write end closes with the process (or, late, with the last of its forked children). */
+    /* Older kernels: a pipe whose write end closes with the process (or, late, with the last of its forked
+     * children). */
     int ends[2];
     if (pipe2(ends, O_CLOEXEC) != 0)
         return err_sys(FSDP_ERR_SYSTEM, errno, "pipe for telling peers of this process's end");
@@ -313,9 +314,9 @@ void os_discard(void *at, size_t bytes)
     madvise(at, bytes, MADV_DONTNEED);
 }
 
-/* Finding copied pages. Dropping a whole view would cost a fault for every page on the next use, so only ranges that hold
- * anonymous pages are dropped. /proc/self/pagemap tells them: by an ioctl (Linux 6.7) that returns just such ranges, or
- * by a 64-bit entry for each page. Without either, everything is dropped. */
+/* Finding copied pages. Dropping a whole view would cost a fault for every page on the next use, so only ranges that
+ * hold anonymous pages are dropped. /proc/self/pagemap tells them: by an ioctl (Linux 6.7) that returns just such
+ * ranges, or by a 64-bit entry for each page. Without either, everything is dropped. */
 
 struct scan_range {
     uint64_t start, end, categories;

@@ -89,9 +89,9 @@ fsdp_status os_accept(int listener, int64_t deadline, int *fd);
 fsdp_status os_connect(const char *name, int64_t deadline, int *fd);
 /* The process at the other end: its pid as seen from here (0: in no namespace of ours) and its user. */
 fsdp_status os_peer_credentials(int fd, pid_t *pid, uid_t *uid);
-/* One message of exactly `bytes` with n_fds descriptors. Receiving wants exactly that, else RENDEZVOUS; where `got` is not
- * NULL, a shorter message without any descriptor is taken too, and *got says how many there were. A peer that has gone:
- * PEER_LOST. */
+/* One message of exactly `bytes` with n_fds descriptors. Receiving wants exactly that, else RENDEZVOUS; where `got` is
+ * not NULL, a shorter message without any descriptor is taken too, and *got says how many there were. A peer that has
+ * gone: PEER_LOST. */
 fsdp_status os_send_fds(int fd, const void *data, size_t bytes, const int *fds, int n_fds);
 fsdp_status os_recv_fds(int fd, void *data, size_t bytes, int *fds, int n_fds, int *got, int64_t deadline);
 void os_close(int *fd); /* closes unless -1; sets -1 */

@@ -68,7 +68,8 @@ static fsdp_status unshard_begin(fsdp_unit *unit, fsdp_work **handle)
     fsdp_group *group = unit->model->group;
     fsdp_work *work;
     TRY(work_create(group, &group->collectives, 1, 0, &work));
-    struct op *op = op_init(work, FSDP_OP_UNSHARD, unit->hash, unit->name, sizeof unit->name); /* lives as long as the unit, which the work keeps */
+    struct op *op =
+        op_init(work, FSDP_OP_UNSHARD, unit->hash, unit->name, sizeof unit->name); /* the work keeps the unit */
     fsdp_status status = FSDP_OK;
     if (unit->has_region) {
         op->body = publish;

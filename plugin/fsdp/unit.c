@@ -290,7 +290,8 @@ static fsdp_status make_shared(fsdp_unit *unit, fsdp_work **prepared)
     return status;
 }
 
-/* `exchanges`: three, made beforehand: once this rank's peers may wait for it, nothing here fails for want of memory. */
+/* `exchanges`: three, made beforehand: once this rank's peers may wait for it, nothing here fails for want of
+ * memory. */
 static fsdp_status make(fsdp_model *model, const char *name, const fsdp_param *params, const struct tensor *fulls,
                         int32_t n, fsdp_work **exchanges, fsdp_unit **out)
 {

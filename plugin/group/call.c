@@ -1,7 +1,7 @@
 /* Calls: what the ranks of a collective must agree on, and how a difference is told.
  *
- * Every exchange carries each rank's call_header. All ranks see the same headers, compare each with rank 0's, and so come
- * to the same verdict in the same words. The payload of unit calls begins with the unit's name (CALL_LABEL bytes).
+ * Every exchange carries each rank's call_header. All ranks see the same headers, compare each with rank 0's, and so
+ * come to the same verdict in the same words. The payload of unit calls begins with the unit's name (CALL_LABEL bytes).
  */
 #include "group/group.h"
 

@@ -3,7 +3,7 @@
  *   operation.c  from public arguments to a checked operation      call.c   headers: what must match, and how a
  *   work.c       handles, completion, waiting                               mismatch is told
  *   lane.c       order, progress threads, running                  group.c  objects: create, split, abort, release
- *   message.c    point to point
+ *   message.c    point to point                             bootstrap.c  meeting to make one
  *
  * A work is a list of operations with one handle. Each group has two lanes: collectives, run strictly in order of
  * submission, and point to point, where all advance together. A lane is advanced by one thread at a time, which
@@ -180,12 +180,12 @@ struct deadline group_deadline(const fsdp_group *group, fsdp_op_kind kind, uint6
 /* Build and submit what the public call asks for. */
 fsdp_status group_collective(fsdp_group *group, const fsdp_collective *calls, int32_t n, fsdp_work **handle);
 fsdp_status group_barrier(fsdp_group *group, fsdp_work **handle);
-/* Every rank gives `bytes` (at most TRANSPORT_PAYLOAD) and gets all ranks'. A call of its own kind and hash; synchronous,
- * in order with the collectives. */
+/* Every rank gives `bytes` (at most TRANSPORT_PAYLOAD) and gets all ranks'. A call of its own kind and hash;
+ * synchronous, in order with the collectives. */
 fsdp_status group_exchange(fsdp_group *group, fsdp_op_kind kind, uint64_t hash, const void *in, size_t bytes,
                            void *out);
-/* For exchanges that must not fail for want of memory while the peers wait: take what one needs beforehand. *prepared is
- * used up (set to NULL); what is left of prepared ones is let go of with work_release. */
+/* For exchanges that must not fail for want of memory while the peers wait: take what one needs beforehand. *prepared
+ * is used up (set to NULL); what is left of prepared ones is let go of with work_release. */
 fsdp_status group_prepare(fsdp_group *group, fsdp_work **prepared);
 fsdp_status group_exchange_prepared(fsdp_group *group, fsdp_work **prepared, fsdp_op_kind kind, uint64_t hash,
                                     const void *in, size_t bytes, void *out);
@@ -199,7 +199,8 @@ fsdp_status op_run(fsdp_group *group, struct op *op);
 #define HASH_START 0xcbf29ce484222325u
 uint64_t hash_bytes(uint64_t hash, const void *data, size_t bytes); /* FNV-1a */
 uint64_t hash_number(uint64_t hash, uint64_t number);
-/* FSDP_OK when all ranks' headers of the exchange just made are equal; else MISMATCH naming two ranks and both calls. */
+/* FSDP_OK when all ranks' headers of the exchange just made are equal; else MISMATCH naming two ranks and both
+ * calls. */
 fsdp_status call_compare(fsdp_group *group);
 
 #endif

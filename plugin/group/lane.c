@@ -147,7 +147,8 @@ int lane_wait(fsdp_work *work, int64_t timeout_ms)
     }
     pthread_mutex_lock(&lane->lock);
     while (!atomic_load_explicit(&work->done, memory_order_acquire)) {
-        if (lane->busy && pthread_equal(lane->advancing, pthread_self())) break; /* only this thread could complete it */
+        if (lane->busy && pthread_equal(lane->advancing, pthread_self()))
+            break; /* only this thread could complete it */
         if (timeout_ms < 0 && lane->head && !lane->busy) {
             advance(lane, work);
             continue;

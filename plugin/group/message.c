@@ -1,9 +1,9 @@
 /* Point to point: the lane that advances all of a rank's sends and receives together.
  *
  * The thread that holds the lane steps each message in the order of submission, completes works whose messages are all
- * done, and when nothing moved sleeps until something may have. Messages of one pair and tag keep their order: a receive
- * is matched before later ones are looked at, and where a send finds no room, later ones to that rank wait behind it.
- * Messages of a rank to itself are matched here, for every transport.
+ * done, and when nothing moved sleeps until something may have. Messages of one pair and tag keep their order: a
+ * receive is matched before later ones are looked at, and where a send finds no room, later ones to that rank wait
+ * behind it. Messages of a rank to itself are matched here, for every transport.
  */
 #include "group/group.h"
 

@@ -190,8 +190,9 @@ fsdp_status work_wait(fsdp_work *work, int64_t timeout_ms)
 {
     if (!atomic_load_explicit(&work->done, memory_order_acquire) && !lane_wait(work, timeout_ms))
         return lane_is_advanced_here(work->lane)
-                   ? err(FSDP_ERR_STATE, "waiting for group '%s' inside one of its completion callbacks: it can't go on "
-                                         "until the callback returns",
+                   ? err(FSDP_ERR_STATE,
+                         "waiting for group '%s' inside one of its completion callbacks: it can't go on "
+                         "until the callback returns",
                          work->group->name)
                    : err(FSDP_ERR_PENDING, "not complete after %lld ms: the operation goes on", (long long)timeout_ms);
     return work_status(work);

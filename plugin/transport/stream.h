@@ -42,8 +42,8 @@ static inline size_t stream_pad(size_t bytes)
     return (bytes + STREAM_ALIGN - 1) & ~(size_t)(STREAM_ALIGN - 1);
 }
 
-/* The next span of the current chunk, of which *used of `chunk` bytes (a multiple of STREAM_ALIGN) are taken. 0 when the
- * chunk is full or the stream at its end. */
+/* The next span of the current chunk, of which *used of `chunk` bytes (a multiple of STREAM_ALIGN) are taken. 0 when
+ * the chunk is full or the stream at its end. */
 static inline int stream_next(struct stream *s, size_t chunk, size_t *used, struct span *out)
 {
     while (s->piece < s->transfer->n_pieces) {

@@ -4,7 +4,8 @@
  *
  *   SPREAD  rank s's bytes go to every reader (all-gather, broadcast, gather)
  *   EXCHANGE rank s's part r goes to rank r only (all-to-all, scatter)
- *   REDUCE  rank r's slice of all ranks' inputs is reduced, in rank order, to rank r; optionally followed by a SPREAD of
+ *   REDUCE  rank r's slice of all ranks' inputs is reduced, in rank order, to rank r; optionally followed by a SPREAD
+ *   of
  *           the results (reduce-scatter, reduce; all-reduce)
  *
  * over one or more pieces (tensors). The call sequence of one collective, in the group's order:
@@ -15,9 +16,9 @@
  *              be overwritten.
  *   sync       (publication only) a second meeting, after which what each rank wrote before is visible to all.
  *
- * Threads: exchange, move, sync and region calls come from one thread at a time (the group's collective lane); p2p calls
- * from one thread at a time (its point-to-point lane), which may be another; fail and leave from any.
- * A transport never takes loop bounds or addresses to write to from a peer.
+ * Threads: exchange, move, sync and region calls come from one thread at a time (the group's collective lane; region
+ * calls from any, the transport serialises them); p2p calls from one thread at a time (its point-to-point lane), which
+ * may be another; fail and leave from any. A transport never takes loop bounds or addresses to write to from a peer.
  */
 #ifndef FSDP_TRANSPORT_TRANSPORT_H
 #define FSDP_TRANSPORT_TRANSPORT_H
@@ -59,7 +60,7 @@ struct piece {
     const char *in;
     char *out;
     enum dtype type;     /* of in, and of what travels */
-    enum dtype out_type; /* REDUCE: may be wider than type; else equal */
+    enum dtype out_type; /* REDUCE: may be another float type; else equal */
     struct split in_split;
     struct split out_split;
 };
@@ -174,9 +175,9 @@ struct transport_ops {
 
     /* Advance one message without blocking: *done = 1 when complete, *moved = 1 when anything was achieved. */
     fsdp_status (*message_step)(struct transport *t, struct message *m, int *done, int *moved);
-    /* message_ticket begins a round of steps: receives of one round see the same sends, so that a later one does not take
-     * what an earlier one has just missed. Sleep until something may have changed for this rank's messages, at most `most_ns`. `ticket` is from
-     * message_ticket, taken before the last round of steps. */
+    /* message_ticket begins a round of steps: receives of one round see the same sends, so that a later one does not
+     * take what an earlier one has just missed. Sleep until something may have changed for this rank's messages, at
+     * most `most_ns`. `ticket` is from message_ticket, taken before the last round of steps. */
     uint32_t (*message_ticket)(struct transport *t);
     void (*message_nudge)(struct transport *t); /* end a message_wait, from any thread */
     void (*message_wait)(struct transport *t, uint32_t ticket, int64_t most_ns);

@@ -1,11 +1,12 @@
-/* Making a group over shared memory. All of it is told to all, so that whatever stops one rank is every rank's error, soon
- * and in that rank's words.
+/* Making a group over shared memory. All of it is told to all, so that whatever stops one rank is every rank's error,
+ * soon and in that rank's words.
  *
- *   1. Each rank gets what it needs of its own: descriptors, its liveness; rank 0 the segment and an abstract unix socket
- *      with a random name. How that went is spread by the setup's all_gather, with what tells whether ranks share a host.
- *   2. The others connect and send their liveness. Rank 0 checks who they are, and sends back the segment and all ranks'
- *      liveness. They map it and answer how that went; rank 0's verdict on all answers ends it, and the sockets are closed.
- *      A connection that closes is a rank that ended. One that ends before it connects is found by its pid.
+ *   1. Each rank gets what it needs of its own: descriptors, its liveness; rank 0 the segment and an abstract unix
+ *      socket with a random name. How that went is spread by the setup's all_gather, with what tells whether ranks
+ *      share a host.
+ *   2. The others connect and send their liveness. Rank 0 checks who they are, and sends back the segment and all
+ *      ranks' liveness. They map it and answer how that went; rank 0's verdict on all answers ends it, and the sockets
+ *      are closed. A connection that closes is a rank that ended. One that ends before it connects is found by its pid.
  *   3. Each rank tries to read a secret from each peer's memory: only if all can, from all, is direct reading used.
  */
 #include "transport/shm/shm.h"

@@ -8,9 +8,9 @@
  *   - takes the entry, and both move it through the pair's lane in half-lane steps, one message at a time.
  * At the end the receiver marks the entry done (or refused, when dtype or count differ) and the sender frees it.
  *
- * Nothing here blocks: the group's point-to-point lane steps all its messages in turn and sleeps on the rank's bell when
- * none advanced. Every word has one writer at a time, by the entry's state: FREE is the sender's, POSTED the receiver's,
- * TAKEN the receiver's (with lane counts each way), DONE and REFUSED the sender's.
+ * Nothing here blocks: the group's point-to-point lane steps all its messages in turn and sleeps on the rank's bell
+ * when none advanced. Every word has one writer at a time, by the entry's state: FREE is the sender's, POSTED the
+ * receiver's, TAKEN the receiver's (with lane counts each way), DONE and REFUSED the sender's.
  */
 #include "transport/shm/shm.h"
 

@@ -1,11 +1,11 @@
 /* Pace: whether staging is written through the cache or past it.
  *
- * Staging is written by one rank and read by its peers a moment later. Where their processors share a cache, the fastest
- * way is through it. Where they don't, each cached store waits for a line that the peer has read last, and stores past
- * the cache are faster. A virtual machine may be moved from one case to the other while it runs, so it is found out by
- * trying: now and then two large operations in a row do a window of rounds in each way, by this rank's clock, and the
- * faster one is kept for their kind; of the two times for a way the lower counts, since what disturbs only adds. Each rank
- * decides for what it writes; the peers read the same bytes either way.
+ * Staging is written by one rank and read by its peers a moment later. Where their processors share a cache, the
+ * fastest way is through it. Where they don't, each cached store waits for a line that the peer has read last, and
+ * stores past the cache are faster. A virtual machine may be moved from one case to the other while it runs, so it is
+ * found out by trying: now and then two large operations in a row do a window of rounds in each way, by this rank's
+ * clock, and the faster one is kept for their kind; of the two times for a way the lower counts, since what disturbs
+ * only adds. Each rank decides for what it writes; the peers read the same bytes either way.
  */
 #include "transport/shm/shm.h"
 

@@ -1,8 +1,8 @@
 /* Regions: ranges at the end of the segment's file that hold units' full parameters.
  *
  * Rank 0 alone hands them out, from a table of its own: a range is reserved (so that touching it can't fail), then
- * mapped by every rank. Rank 0 holds it from the reservation on, the others from their mapping. Each gives its hold back in
- * its own time, on any thread; the last one returns the pages to the kernel, and
+ * mapped by every rank. Rank 0 holds it from the reservation on, the others from their mapping. Each gives its hold
+ * back in its own time, on any thread; the last one returns the pages to the kernel, and
  * rank 0 may use the range again. A rank that is killed keeps its holds, but then the group has ended too.
  */
 #include "transport/shm/shm.h"
@@ -45,7 +45,8 @@ static fsdp_status reserve(struct shm *t, size_t bytes, struct region *out)
         TRY(os_segment_reserve(t->fd, t->places[index].offset, want));
     else
         TRY(place_new(t, want, &index));
-    atomic_store_explicit(&t->segment->holders[index], 1, memory_order_release); /* this rank; the others when they map */
+    atomic_store_explicit(&t->segment->holders[index], 1,
+                          memory_order_release); /* this rank; the others when they map */
     *out = (struct region){.offset = t->places[index].offset, .bytes = want, .fd = t->fd, .cell = (int32_t)index};
     return FSDP_OK;
 }
@@ -79,7 +80,8 @@ fsdp_status shm_region_map(struct transport *base, struct region *region)
 void shm_region_release(struct transport *base, struct region *region)
 {
     struct shm *t = (struct shm *)base;
-    if (!region->shared && base->rank != 0) return; /* never mapped, so never held: nothing that rank 0 said was taken */
+    if (!region->shared && base->rank != 0)
+        return; /* never mapped, so never held: nothing that rank 0 said was taken */
     os_unmap(region->shared, region->bytes);
     region->shared = NULL;
     if (base->process != os_process()) return;

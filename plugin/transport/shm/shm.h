@@ -6,9 +6,9 @@
  *   region.c   shared memory for full parameters           pace.c     through the cache or past it
  *
  * The segment is one memfd that all ranks map: header, an area for each rank, a channel for each ordered pair, staging
- * for each rank; regions for full parameters follow at the end. Every word in it has a single writer. Progress words
- * only grow (mod 2^32), so nothing is ever reset, no lock lies in shared memory, and a rank that is killed leaves nothing
- * half-changed.
+ * for each rank; regions for full parameters follow at the end. Each progress word has a single writer (bells, sleeper
+ * counts and holds are atomic counters). Progress words only grow (mod 2^32), so nothing is ever reset, no lock lies in
+ * shared memory, and a rank that is killed leaves nothing half-changed.
  */
 #ifndef FSDP_TRANSPORT_SHM_SHM_H
 #define FSDP_TRANSPORT_SHM_SHM_H
@@ -17,11 +17,11 @@
 #include "transport/transport.h"
 
 #define SHM_MAX_RANKS TRANSPORT_MAX_RANKS
-#define SHM_INLINE 4096  /* bytes of tensor data that travel with the exchange itself */
-#define SHM_DEPTH 4      /* staging slots of each rank: chunks in flight */
-#define SHM_MESSAGES 32  /* sends under way for each ordered pair; one bit each in `matched` */
-#define SHM_EAGER 128    /* bytes of a message that travel in its entry */
-#define SHM_REGIONS 4096 /* regions at one time */
+#define SHM_INLINE 4096                     /* bytes of tensor data that travel with the exchange itself */
+#define SHM_DEPTH 4                         /* staging slots of each rank: chunks in flight */
+#define SHM_MESSAGES 32                     /* sends under way for each ordered pair; one bit each in `matched` */
+#define SHM_EAGER 128                       /* bytes of a message that travel in its entry */
+#define SHM_REGIONS 4096                    /* regions at one time */
 #define SHM_DIRECT_CHUNK ((size_t)64 << 10) /* bytes read at a time from each peer, to be reduced */
 
 /* ---- the segment */
@@ -132,7 +132,7 @@ struct shm {
     const struct slot *seen[SHM_MAX_RANKS]; /* slots of the exchange just made */
     int route;                              /* enum route, of the transfer under way */
     struct pace paces[3];                   /* SPREAD, REDUCE, all-reduce */
-    char *scratch; /* for direct reductions: a chunk from each rank */
+    char *scratch;                          /* for direct reductions: a chunk from each rank */
 
     /* the message lane's */
     uint32_t orders[SHM_MAX_RANKS];   /* sends to each rank so far */
@@ -157,7 +157,8 @@ void shm_publish(struct word *word, uint32_t value);
 void shm_wake(struct word *word);
 
 /* Wait until *word has reached `target`; `rank` owns the word. Fails with the group: on a recorded failure, a peer's
- * fault, the end of any rank's process, the owner's leaving, or the deadline, which are recorded and told to the peers. */
+ * fault, the end of any rank's process, the owner's leaving, or the deadline, which are recorded and told to the
+ * peers. */
 fsdp_status shm_wait(struct shm *t, struct word *word, uint32_t target, int rank, struct deadline deadline);
 /* What else would end a wait, looked at once. `rank` (-1: none) is the one waited for, until its `word` (or NULL) has
  * reached target. */
@@ -184,9 +185,9 @@ fsdp_status shm_stage_move(struct shm *t, const struct transfer *transfer, struc
 void shm_direct_offer(struct slot *slot, const struct transfer *transfer);
 fsdp_status shm_direct_move(struct shm *t, const struct transfer *transfer, struct deadline deadline);
 
-/* What the routes share. Reduce a span of all ranks' inputs to `out`; where in this rank's output a reduced span goes (its
- * slice, or its place in the whole of an all-reduce); copy this rank's own part of SPREAD and EXCHANGE from in to out;
- * whether this rank receives anything of a SPREAD. */
+/* What the routes share. Reduce a span of all ranks' inputs to `out`; where in this rank's output a reduced span goes
+ * (its slice, or its place in the whole of an all-reduce); copy this rank's own part of SPREAD and EXCHANGE from in to
+ * out; whether this rank receives anything of a SPREAD. */
 struct span;
 void shm_reduce_span(const struct shm *t, const struct transfer *transfer, const struct span *span, char *out,
                      const void *const *sources, int stream);

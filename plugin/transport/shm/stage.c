@@ -109,13 +109,13 @@ enum route shm_route(struct shm *t, const struct transfer *transfer)
     for (int32_t i = 0; i < transfer->n_pieces; i++) uneven |= transfer->pieces[i].in_split.at != NULL;
     if (transfer->shape == TRANSFER_EXCHANGE && uneven) return ROUTE_STAGE;
     if (offered <= SHM_INLINE) return ROUTE_INLINE;
-    /* Measured: one copy wins where the bytes are too few to hide the meetings of several chunks, and no reduction waits
-     * for them. */
+    /* Measured: one copy wins where the bytes are too few to hide the meetings of several chunks, and no reduction
+     * waits for them. */
     int middle = transfer->shape == TRANSFER_SPREAD && offered >= DIRECT_FROM && offered <= DIRECT_TO;
     return t->use_direct || (t->base.direct_read && middle) ? ROUTE_DIRECT : ROUTE_STAGE;
 }
 
-/* ---- what happens to the spans, shared by both ways */
+/* ---- what happens to the spans, shared by the routes */
 
 void shm_reduce_span(const struct shm *t, const struct transfer *transfer, const struct span *span, char *out,
                      const void *const *sources, int stream)

@@ -1,9 +1,10 @@
 /* The one way to wait in the shared-memory transport.
  *
- * A waiter spins for a while; not when there are more ranks than processors, nor when the one it waits for was last seen on
- * this very processor: then it yields a few times instead, for the peer needs the processor. Then it sleeps on the word's futex in slices. After each slice it looks at what else could end the wait: a
- * failure recorded here (abort from another thread), a fault that a peer published, a peer's process that has ended, the
- * deadline. So no watchdog thread is needed: whoever waits, watches.
+ * A waiter spins for a while; not when there are more ranks than processors, nor when the one it waits for was last
+ * seen on this very processor: then it yields a few times instead, for the peer needs the processor. Then it sleeps on
+ * the word's futex in slices. After each slice it looks at what else could end the wait: a failure recorded here (abort
+ * from another thread), a fault that a peer published, a peer's process that has ended, the deadline. So no watchdog
+ * thread is needed: whoever waits, watches.
  *
  * Publishing: the value is stored and the sleeper count read in one total order (both sequentially consistent), as
  * the waiter raises the count and then re-reads the value. One of the two sees the other, so no wake-up is lost.
