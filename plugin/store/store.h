@@ -1,8 +1,8 @@
 /* Rendezvous: the key-value store behind fsdp_store, one vtable with four backends (tcp, file, local for one rank
  * alone, host callbacks).
  *
- * `api.c` checks the public arguments, so no pointer here is NULL; these functions do the work. All are callable from any thread; a store
- * serialises its own requests. Waits are bounded by the store's timeout. */
+ * `api.c` checks the public arguments, so no pointer here is NULL; these functions do the work. All are callable from
+ * any thread; a store serialises its own requests. Waits are bounded by the store's timeout. */
 #ifndef FSDP_STORE_STORE_H
 #define FSDP_STORE_STORE_H
 

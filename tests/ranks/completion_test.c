@@ -1,5 +1,5 @@
-/* What holds when an operation completes: inside its callback, for a callback that comes late, for calls that had nothing
- * to do, and for groups whose other ranks took another way. */
+/* What holds when an operation completes: inside its callback, for a callback that comes late, for calls that had
+ * nothing to do, and for groups whose other ranks took another way. */
 #include "ranks.h"
 
 #include <time.h>
