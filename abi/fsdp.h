@@ -483,7 +483,7 @@ FSDP_API fsdp_status fsdp_coalesced(fsdp_group *group, const fsdp_collective *op
  * writing it changes no other rank's. Resharding gives memory back only with private_unshard; shared memory is kept for
  * the next unshard. Tensors handed out keep their unit, its model, group and store alive until deleted.
  *
- * A call that has nothing to do (unsharding what is unsharded, or what has not changed) does not communicate, so a
+ * A call that has nothing to do (unsharding what is unsharded, or again before backward) does not communicate, so a
  * difference between ranks there is found at the next call that does. */
 typedef struct fsdp_model fsdp_model;
 typedef struct fsdp_unit fsdp_unit;
@@ -531,11 +531,13 @@ FSDP_API fsdp_status fsdp_unit_param_shard(fsdp_unit *unit, int32_t index, DLMan
 FSDP_API fsdp_status fsdp_unit_param_full(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **tensor);
 FSDP_API fsdp_status fsdp_unit_param_grad(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **tensor);
 
-/* The first three hooks. Before the unit's forward: as fsdp_unit_unshard. */
+/* The first three hooks. Before the unit's forward: as fsdp_unit_unshard. What the optimizer, a checkpoint or the host
+ * itself wrote to the shards before is seen. */
 FSDP_API fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit);
 /* After it: as fsdp_unit_reshard, unless the model keeps parameters full after forward. */
 FSDP_API fsdp_status fsdp_unit_post_forward(fsdp_unit *unit);
-/* Before its backward: as fsdp_unit_unshard; free of cost when nothing changed since forward. */
+/* Before its backward: full again, with the values that forward used, which costs nothing where they are still there
+ * (always, but for private_unshard). */
 FSDP_API fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit);
 
 /* grads: n entries, one for each parameter of the unit, this rank's gradient of the full parameter (its shape and
@@ -564,18 +566,16 @@ enum {
 /* The state as this rank sees it; UNSHARDING while an asynchronous unshard is under way. */
 FSDP_API fsdp_status fsdp_unit_query_state(fsdp_unit *unit, fsdp_unit_state *state);
 
-/* The host changed a shard's values at a time other than after fsdp_unit_create, fsdp_model_finish_backward or
- * fsdp_model_reset and before the next unshard: the next unshard publishes them, also of a unit
- * that is unsharded. Every rank calls it,
- * whichever rank's shard changed. */
+/* The host changed a shard's values between forward and backward, or while the unit is unsharded, and wants them to be
+ * seen: the next call that unshards publishes anew. At other times nothing need be said: pre_forward and unshard always
+ * publish what the shards hold. Every rank calls it, whichever rank's shard changed. */
 FSDP_API fsdp_status fsdp_unit_shard_changed(fsdp_unit *unit);
 
 /* 0: following post_backward calls only accumulate on this rank (no_sync); 1 (the default): they reduce. */
 FSDP_API fsdp_status fsdp_model_set_gradient_sync(fsdp_model *model, int32_t sync);
 
-/* Backward is over: waits for reductions under way, reshards every unit, and (with gradient sync on) takes shards as
- * about to change. Once for each micro-batch or once before the optimizer's step, as the host likes. Sharded gradients
- * are defined after it. */
+/* Backward is over: waits for reductions under way and reshards every unit. Once for each micro-batch or once before the
+ * optimizer's step, as the host likes. Sharded gradients are defined after it. */
 FSDP_API fsdp_status fsdp_model_finish_backward(fsdp_model *model);
 
 /* Sharded gradients (and unsharded accumulation) to zero. */

@@ -601,7 +601,7 @@ fsdp_status fsdp_unit_param_grad(fsdp_unit *unit, int32_t index, DLManagedTensor
 fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit)
 {
     CHECK_UNIT(unit);
-    return unit_unshard(unit, NULL);
+    return unit_unshard(unit, 0, NULL);
 }
 
 fsdp_status fsdp_unit_post_forward(fsdp_unit *unit)
@@ -613,7 +613,7 @@ fsdp_status fsdp_unit_post_forward(fsdp_unit *unit)
 fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit)
 {
     CHECK_UNIT(unit);
-    return unit_unshard(unit, NULL);
+    return unit_unshard(unit, 1, NULL);
 }
 
 fsdp_status fsdp_unit_post_backward(fsdp_unit *unit, const DLTensor *const *grads, int32_t n, fsdp_work **work)
@@ -626,7 +626,7 @@ fsdp_status fsdp_unit_post_backward(fsdp_unit *unit, const DLTensor *const *grad
 fsdp_status fsdp_unit_unshard(fsdp_unit *unit, fsdp_work **work)
 {
     CHECK_UNIT(unit);
-    return unit_unshard(unit, work);
+    return unit_unshard(unit, 0, work);
 }
 
 fsdp_status fsdp_unit_reshard(fsdp_unit *unit)

@@ -102,7 +102,8 @@ fsdp_status unit_tensor(fsdp_unit *unit, int32_t index, enum unit_tensor which, 
 fsdp_status unit_keep(fsdp_unit *unit, fsdp_work *work);
 /* A work with nothing to do, for calls that had none. handle NULL: nothing is made. */
 fsdp_status unit_nothing(fsdp_unit *unit, fsdp_work **handle);
-fsdp_status unit_unshard(fsdp_unit *unit, fsdp_work **handle);
+/* reuse: what was last published will do, if nothing was said to have changed. */
+fsdp_status unit_unshard(fsdp_unit *unit, int reuse, fsdp_work **handle);
 /* Wait for an asynchronous unshard, if one is under way: UNSHARDED, or SHARDED when it failed. */
 fsdp_status unit_unshard_end(fsdp_unit *unit);
 fsdp_unit_state unit_query_state(const fsdp_unit *unit);

@@ -5,9 +5,9 @@
  * through its shared mapping, and they meet again. The host sees them through a private, copy-on-write view
  * at an address that never changes; what it edits there stays its own and is dropped on reshard.
  *
- * While the shards have not changed since (from the unshard in forward to the end of backward), unsharding
- * again costs nothing: the region still holds them. All ranks know that alike, since they make the same
- * calls.
+ * Every unshard publishes anew, since the host may have changed its shards at any time; only the one before backward does
+ * not: it wants what forward used, and the region still holds that, so it costs nothing. All ranks know that alike, since
+ * they make the same calls.
  *
  * With private unsharding (by option) the full parameters are this rank's own memory, filled by an all-gather
  * and given back to the kernel on reshard.
@@ -131,7 +131,7 @@ fsdp_unit_state unit_query_state(const fsdp_unit *unit)
     return unit->unsharding->failure.status == FSDP_OK ? FSDP_UNIT_UNSHARDED : FSDP_UNIT_SHARDED;
 }
 
-fsdp_status unit_unshard(fsdp_unit *unit, fsdp_work **handle)
+fsdp_status unit_unshard(fsdp_unit *unit, int reuse, fsdp_work **handle)
 {
     TRY(group_usable(unit->model->group));
     if (unit->state == FSDP_UNIT_UNSHARDING && unit->current && handle) {
@@ -140,12 +140,13 @@ fsdp_status unit_unshard(fsdp_unit *unit, fsdp_work **handle)
         return FSDP_OK;
     }
     TRY(unit_unshard_end(unit));
-    if (unit->current) { /* on all ranks: nothing to do */
+    if (unit->current && (reuse || unit->state == FSDP_UNIT_UNSHARDED)) { /* so on all ranks: nothing to do */
         TRY(unit_nothing(unit, handle));
         unit->state = FSDP_UNIT_UNSHARDED;
         return FSDP_OK;
     }
     TRY(unit_reshard(unit)); /* shards that changed while the unit was unsharded */
+    if (unit->populated) os_drop_copies(unit->full, unit->full_mapped); /* what was written while it was sharded */
     count_unshard(unit, 1);
     unit->current = 1; /* from here on: the host may say that a shard changes before the work is done */
     fsdp_status status = unshard_begin(unit, handle);

@@ -118,8 +118,7 @@ fsdp_status model_finish_backward(fsdp_model *model)
     struct units units;
     TRY(units_hold(model, &units));
     fsdp_status status = settle_all(&units);
-    /* An optimizer step may follow; without sync none can, and what is published stays good. */
-    for (int32_t i = 0; i < units.n && model->sync; i++) units.at[i]->current = 0;
+    for (int32_t i = 0; i < units.n; i++) units.at[i]->current = 0; /* it was this iteration's */
     units_drop(&units);
     return status;
 }

@@ -74,7 +74,6 @@ static fsdp_status copy(size_t bytes)
 static fsdp_status publish(int64_t *took)
 {
     fsdp_status status = api->unit_reshard(unit);
-    if (status == FSDP_OK) status = api->unit_shard_changed(unit);
     if (status == FSDP_OK) status = api->barrier(group, NULL);
     int64_t begin = worker_now();
     if (status == FSDP_OK) status = api->unit_unshard(unit, NULL);
@@ -105,7 +104,7 @@ static fsdp_status unshard_again(size_t bytes, int64_t *took)
     (void)bytes;
     fsdp_status status = api->unit_reshard(unit);
     int64_t begin = worker_now();
-    if (status == FSDP_OK) status = api->unit_unshard(unit, NULL);
+    if (status == FSDP_OK) status = api->unit_pre_backward(unit);
     *took += worker_now() - begin;
     return status;
 }

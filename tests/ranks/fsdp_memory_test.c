@@ -160,7 +160,7 @@ Test(fsdp_memory, counters_equal_the_arithmetic)
     for (int n = 1; n <= 4; n++) ranks_run(n, rank_counters, NULL);
 }
 
-/* Shared unsharding: what finish_backward does to what is published. */
+/* Shared unsharding: every forward publishes, whatever came before; backward takes what forward published. */
 static void rank_republish(struct rank *r)
 {
     fsdp_group *group = group_make(r, 0, 0);
@@ -169,15 +169,16 @@ static void rank_republish(struct rank *r)
     host_unit_make(r, model, NULL, second, 2, 0, &u);
     uint64_t begun = operations_of(group);
     OK(fsdp_unit_pre_forward(u.unit));
-    CHECK(operations_of(group) == begun + 1, "the first unshard publishes");
-    OK(fsdp_model_set_gradient_sync(model, 0));
-    OK(fsdp_model_finish_backward(model));
     OK(fsdp_unit_pre_forward(u.unit));
-    CHECK(operations_of(group) == begun + 1, "without sync there is no step: nothing to publish");
-    OK(fsdp_model_set_gradient_sync(model, 1));
-    OK(fsdp_model_finish_backward(model));
+    CHECK(operations_of(group) == begun + 1, "the first publishes, the second finds it done");
+    OK(fsdp_unit_post_forward(u.unit));
+    OK(fsdp_unit_pre_backward(u.unit));
+    CHECK(operations_of(group) == begun + 1, "before backward nothing is published");
+    OK(fsdp_unit_reshard(u.unit));
+    set_shards(&u, 4); /* without a word: an optimizer's step, or a checkpoint */
     OK(fsdp_unit_pre_forward(u.unit));
-    CHECK(operations_of(group) == begun + 2, "after a step shards are published");
+    CHECK(operations_of(group) == begun + 2, "the next forward publishes");
+    expect_full(&u, 4, "changed between two forwards");
     set_shards(&u, 1);
     OK(fsdp_unit_shard_changed(u.unit));
     OK(fsdp_unit_pre_forward(u.unit)); /* unsharded, but of older values */
@@ -199,7 +200,7 @@ static void rank_republish(struct rank *r)
     fsdp_group_release(group);
 }
 
-Test(fsdp_memory, only_changed_shards_are_published)
+Test(fsdp_memory, forward_publishes_and_backward_reuses)
 {
     for (int n = 1; n <= 3; n++) ranks_run(n, rank_republish, NULL);
 }

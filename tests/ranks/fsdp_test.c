@@ -273,11 +273,12 @@ static void will_finish(struct trial *t, int i)
     e->work = NULL;
 }
 
-static void will_unshard(struct trial *t, int i, int asynchronous)
+/* reuse: before backward, what forward published will do. */
+static void will_unshard(struct trial *t, int i, int asynchronous, int reuse)
 {
     struct expected *e = &t->expected[i];
     will_finish(t, i);
-    if (!e->current) {
+    if (!e->current || (!reuse && e->state != FSDP_UNIT_UNSHARDED)) {
         t->operations++;
         e->shown = e->held;
         e->current = 1;
@@ -324,7 +325,7 @@ static void random_call(struct trial *t, uint64_t *common, uint64_t *own)
     case 0:
     case 1:
         note(t, call ? "pre_backward" : "pre_forward", i);
-        will_unshard(t, i, 0);
+        will_unshard(t, i, 0, call);
         OK(call ? fsdp_unit_pre_backward(u->unit) : fsdp_unit_pre_forward(u->unit));
         break;
     case 2:
@@ -341,7 +342,7 @@ static void random_call(struct trial *t, uint64_t *common, uint64_t *own)
     case 4:
     case 5:
         note(t, "unshard", i);
-        will_unshard(t, i, 0);
+        will_unshard(t, i, 0, 0);
         OK(fsdp_unit_unshard(u->unit, NULL));
         break;
     case 6:
@@ -353,7 +354,7 @@ static void random_call(struct trial *t, uint64_t *common, uint64_t *own)
             fsdp_work_release(work);
             break;
         }
-        will_unshard(t, i, 1);
+        will_unshard(t, i, 1, 0);
         if (e->state == FSDP_UNIT_UNSHARDING && random_below(common, 2))
             e->work = work;
         else
@@ -489,10 +490,11 @@ static void rank_edits(struct rank *r)
             OK(fsdp_barrier(group, NULL));
             OK(fsdp_unit_reshard(u.unit));
             uint64_t before = operations_of(group);
-            OK(fsdp_unit_unshard(u.unit, NULL)); /* without publishing anew, where it is shared */
+            OK(fsdp_unit_pre_backward(u.unit)); /* without publishing anew, where it is shared */
             CHECK(operations_of(group) == before + (o == 1), "operations");
             expect_full(&u, 0, "after an edit was dropped");
             OK(fsdp_unit_reshard(u.unit));
+            if (r->rank == 1) memset(data + edits[e].at, 0x66, edits[e].bytes); /* sharded: of no meaning */
         }
         host_unit_drop(&u);
         fsdp_model_release(model);
