@@ -111,6 +111,9 @@ enum {
     FSDP_OP_REDUCE_GRADS = 14,
     FSDP_OP_CREATE_UNIT = 15,
     FSDP_OP_RESET = 16,
+    FSDP_OP_GRAD_NORM = 17,
+    FSDP_OP_CLIP_GRAD_NORM = 18,
+    FSDP_OP_UNSCALE = 19,
 };
 
 typedef int32_t fsdp_log_level;
@@ -574,8 +577,8 @@ FSDP_API fsdp_status fsdp_unit_shard_changed(fsdp_unit *unit);
 /* 0: following post_backward calls only accumulate on this rank (no_sync); 1 (the default): they reduce. */
 FSDP_API fsdp_status fsdp_model_set_gradient_sync(fsdp_model *model, int32_t sync);
 
-/* Backward is over: waits for reductions under way and reshards every unit. Once for each micro-batch or once before the
- * optimizer's step, as the host likes. Sharded gradients are defined after it. */
+/* Backward is over: waits for reductions under way and reshards every unit. Once for each micro-batch or once before
+ * the optimizer's step, as the host likes. Sharded gradients are defined after it. */
 FSDP_API fsdp_status fsdp_model_finish_backward(fsdp_model *model);
 
 /* Sharded gradients (and unsharded accumulation) to zero. */
@@ -599,6 +602,113 @@ typedef struct fsdp_memory_info {
     int64_t published_bytes;  /* shard bytes written by this rank's unshards so far */
 } fsdp_memory_info;
 FSDP_API fsdp_status fsdp_model_memory(fsdp_model *model, fsdp_memory_info *info);
+
+/* ---- Gradient norm and clipping ---------------------------------------------------------------------------------- */
+
+/* The p-norm of all sharded gradients of all units of the model, over all ranks, as if they were one vector: p = 1, 2,
+ * any other number above 0, or infinity (the largest absolute value). Collective: every rank calls it, also one whose
+ * shards are all empty, with the same p. Waits for reductions under way; what was only accumulated without gradient
+ * sync is not in it. Summed in float64 whatever the gradients' dtypes, and the same bits on every rank. An infinity or
+ * NaN in any gradient on any rank makes it infinite or NaN on all. (For large p the sum of |g|^p itself can leave
+ * float64's range: p = infinity never does.) No gradients at all: 0.
+ * Errors also: INVALID (p), MISMATCH (ranks differ in p, or in the model's units: a unit that one rank has released and
+ * another still holds), STATE (a unit's reduction failed: its gradients are not to be used until fsdp_model_zero_grad
+ * or fsdp_model_reset); a failure of one rank is reported to all. */
+FSDP_API fsdp_status fsdp_model_grad_norm(fsdp_model *model, double p, double *norm);
+
+/* Scale all sharded gradients by min(1, max_norm / (norm + 1e-6)), on all ranks by the same number, so that their
+ * p-norm is at most max_norm (0 or more; infinity: none is changed, while norm is finite). *norm is the norm before, as
+ * fsdp_model_grad_norm gives it. Each gradient is multiplied in its accumulator (float32; float64 for float64) and
+ * rounded once. Collective, with the same arguments on all ranks.
+ * A norm that is infinite or NaN: with error_if_nonfinite 1, STATE on all ranks, and gradients are left as they are;
+ * with 0 they are multiplied all the same, by 0 or NaN. With a scaler, unscale first.
+ * Errors: as fsdp_model_grad_norm; gradients are left as they are. */
+FSDP_API fsdp_status fsdp_model_clip_grad_norm(fsdp_model *model, double max_norm, double p, int32_t error_if_nonfinite,
+                                               double *norm);
+
+/* ---- Loss scaling ------------------------------------------------------------------------------------------------ */
+
+/* Keeps small gradients of low precision from vanishing: the host multiplies the loss by the scale before backward;
+ * unscale divides the gradients again and looks for infinities and NaNs on all ranks; step says, alike on all ranks,
+ * whether the optimizer may step; update lowers the scale after a step that was skipped, and raises it after
+ * growth_interval ones in a row that were not. The rules and defaults are those of torch's GradScaler, one optimizer
+ * for a scaler. For each step:
+ *
+ *   fsdp_scaler_query (the scale) .. backward .. fsdp_scaler_unscale .. (clipping) .. fsdp_scaler_step ..
+ *   fsdp_scaler_update
+ *
+ * Every rank makes the same calls. A scaler is used by one thread at a time. */
+typedef struct fsdp_scaler fsdp_scaler;
+
+typedef struct fsdp_scaler_options {
+    size_t struct_size;
+    double init_scale;       /* 0: 65536. A normal float32, as every scale is */
+    double growth_factor;    /* 0: 2. Above 1 */
+    double backoff_factor;   /* 0: 0.5. Between 0 and 1, neither of them */
+    int32_t growth_interval; /* steps without an infinity after which the scale grows; 0: 2000 */
+    int32_t disabled;        /* 1: the scale reads 1, unscale and update do nothing, step always says yes */
+} fsdp_scaler_options;
+
+FSDP_API fsdp_status fsdp_scaler_options_init(fsdp_scaler_options *options, size_t struct_size);
+
+/* group: the ranks that skip steps together; the scaler keeps a reference to it. All give the same options. Not
+ * collective: a difference is told at the first unscale, as MISMATCH. Errors: INVALID. */
+FSDP_API fsdp_status fsdp_scaler_create(fsdp_group *group, const fsdp_scaler_options *options, fsdp_scaler **scaler);
+FSDP_API fsdp_status fsdp_scaler_retain(fsdp_scaler *scaler);
+FSDP_API void fsdp_scaler_release(fsdp_scaler *scaler);
+
+typedef struct fsdp_scaler_info {
+    size_t struct_size;
+    double scale;           /* what to multiply the loss by; 1 when disabled */
+    int32_t growth_tracker; /* updates without an infinity since the scale last changed */
+    int32_t found_inf;      /* 1: the last unscale found an infinity or NaN, on some rank */
+    int64_t steps;          /* how often step said yes */
+    int64_t skipped;        /* how often it said no */
+} fsdp_scaler_info;
+
+/* How the scaler is; never communicates. */
+FSDP_API fsdp_status fsdp_scaler_query(fsdp_scaler *scaler, fsdp_scaler_info *info);
+
+/* Multiply the model's sharded gradients by 1 / scale, in place (in the accumulator, float32, or float64 for float64,
+ * and rounded once), and find out whether one of them was infinite or NaN before, on any rank of the scaler's group.
+ * Collective over that group, which holds all ranks of the model's group; ranks without any elements take part. Waits
+ * for reductions under way. Once for each update.
+ * Errors also: STATE (called already since the last update, or after step; a unit's reduction failed), MISMATCH (scale,
+ * growth tracker or options differ between ranks). After an error gradients are as they were and unscale can be called
+ * again. */
+FSDP_API fsdp_status fsdp_scaler_unscale(fsdp_scaler *scaler, fsdp_model *model);
+
+/* The same for gradients of the host's own: n tensors of float or complex dtypes, written in place, any strides, none
+ * of which overlap; NULL entries, and n 0, mean none. Ranks may give different ones. Errors also: INVALID, UNSUPPORTED
+ * (dtype). */
+FSDP_API fsdp_status fsdp_scaler_unscale_tensors(fsdp_scaler *scaler, const DLTensor *const *grads, int32_t n);
+
+/* *should_step = 1: the host lets its optimizer step; 0: it must not, since gradients are infinite or NaN. The same on
+ * all ranks, by what the last unscale found; not collective. A step that is skipped is counted, and told in the log
+ * (WARN, by the group's rank 0). Errors also: STATE (no unscale, or a step already, since the last update). */
+FSDP_API fsdp_status fsdp_scaler_step(fsdp_scaler *scaler, int32_t *should_step);
+
+/* End of the step: scale *= backoff_factor when the last unscale found an infinity; else scale *= growth_factor when
+ * that was the growth_interval-th time in a row without one. Rounded to float32; a scale that would leave its normal
+ * range stays. Not collective. Errors also: STATE (no unscale since the last update). */
+FSDP_API fsdp_status fsdp_scaler_update(fsdp_scaler *scaler);
+
+/* What a checkpoint keeps of a scaler: the same on all ranks. */
+typedef struct fsdp_scaler_state {
+    size_t struct_size;
+    double scale; /* also of a disabled scaler */
+    double growth_factor;
+    double backoff_factor;
+    int32_t growth_interval;
+    int32_t growth_tracker;
+    int64_t steps;
+    int64_t skipped;
+} fsdp_scaler_state;
+
+/* Errors of both also: STATE (between unscale and update), STRUCT_SIZE; of load: INVALID (a field out of range; there
+ * are no defaults here). Load on every rank alike; whether the scaler is disabled stays. */
+FSDP_API fsdp_status fsdp_scaler_save(fsdp_scaler *scaler, fsdp_scaler_state *state);
+FSDP_API fsdp_status fsdp_scaler_load(fsdp_scaler *scaler, const fsdp_scaler_state *state);
 
 /* ---- Function table ---------------------------------------------------------------------------------------------- */
 
@@ -691,6 +801,19 @@ struct fsdp_api {
     fsdp_status (*model_zero_grad)(fsdp_model *model);
     fsdp_status (*model_reset)(fsdp_model *model);
     fsdp_status (*model_memory)(fsdp_model *model, fsdp_memory_info *info);
+    fsdp_status (*model_grad_norm)(fsdp_model *model, double p, double *norm);
+    fsdp_status (*model_clip_grad_norm)(fsdp_model *model, double max_norm, double p, int32_t error_if_nonfinite, double *norm);
+    fsdp_status (*scaler_options_init)(fsdp_scaler_options *options, size_t struct_size);
+    fsdp_status (*scaler_create)(fsdp_group *group, const fsdp_scaler_options *options, fsdp_scaler **scaler);
+    fsdp_status (*scaler_retain)(fsdp_scaler *scaler);
+    void (*scaler_release)(fsdp_scaler *scaler);
+    fsdp_status (*scaler_query)(fsdp_scaler *scaler, fsdp_scaler_info *info);
+    fsdp_status (*scaler_unscale)(fsdp_scaler *scaler, fsdp_model *model);
+    fsdp_status (*scaler_unscale_tensors)(fsdp_scaler *scaler, const DLTensor *const *grads, int32_t n);
+    fsdp_status (*scaler_step)(fsdp_scaler *scaler, int32_t *should_step);
+    fsdp_status (*scaler_update)(fsdp_scaler *scaler);
+    fsdp_status (*scaler_save)(fsdp_scaler *scaler, fsdp_scaler_state *state);
+    fsdp_status (*scaler_load)(fsdp_scaler *scaler, const fsdp_scaler_state *state);
 };
 /* generated: end */
 /* clang-format on */

@@ -26,6 +26,9 @@
 #define ABI_LAST_fsdp_model_options gradient_divisor
 #define ABI_LAST_fsdp_param reserved
 #define ABI_LAST_fsdp_memory_info published_bytes
+#define ABI_LAST_fsdp_scaler_options disabled
+#define ABI_LAST_fsdp_scaler_info skipped
+#define ABI_LAST_fsdp_scaler_state skipped
 
 #define ABI_END(type, field) (offsetof(type, field) + sizeof(((type *)NULL)->field))
 #define ABI_END_EXPANDED(type, field) ABI_END(type, field) /* field may be a macro */

@@ -29,6 +29,7 @@
 #define CHECK_WORK(work) CHECK_OWN(work_is, work, "work")
 #define CHECK_MODEL(model) CHECK_OWN(model_is, model, "model")
 #define CHECK_UNIT(unit) CHECK_OWN(unit_is, unit, "unit")
+#define CHECK_SCALER(scaler) CHECK_OWN(scaler_is, scaler, "scaler")
 #define CHECK_OUT(pointer) CHECK_ARG(pointer, #pointer " is NULL: there is nowhere to write the result")
 
 /* ---- errors and the library */
@@ -682,4 +683,114 @@ fsdp_status fsdp_model_memory(fsdp_model *model, fsdp_memory_info *info)
     fsdp_memory_info now;
     model_memory(model, &now);
     return ABI_WRITE(fsdp_memory_info, info, &now);
+}
+
+fsdp_status fsdp_model_grad_norm(fsdp_model *model, double p, double *norm)
+{
+    CHECK_MODEL(model);
+    CHECK_OUT(norm);
+    return model_grad_norm(model, p, norm);
+}
+
+fsdp_status fsdp_model_clip_grad_norm(fsdp_model *model, double max_norm, double p, int32_t error_if_nonfinite,
+                                      double *norm)
+{
+    CHECK_MODEL(model);
+    CHECK_OUT(norm);
+    return model_clip_grad_norm(model, max_norm, p, error_if_nonfinite, norm);
+}
+
+/* ---- scalers */
+
+fsdp_status fsdp_scaler_options_init(fsdp_scaler_options *options, size_t struct_size)
+{
+    return ABI_INIT(fsdp_scaler_options, options, struct_size);
+}
+
+fsdp_status fsdp_scaler_create(fsdp_group *group, const fsdp_scaler_options *options, fsdp_scaler **scaler)
+{
+    CHECK_GROUP(group);
+    CHECK_OUT(scaler);
+    fsdp_scaler_options known;
+    TRY(ABI_READ(fsdp_scaler_options, options, &known));
+    return scaler_create(group, &known, scaler);
+}
+
+fsdp_status fsdp_scaler_retain(fsdp_scaler *scaler)
+{
+    CHECK_SCALER(scaler);
+    ref_get(&scaler->ref);
+    return FSDP_OK;
+}
+
+void fsdp_scaler_release(fsdp_scaler *scaler)
+{
+    if (scaler_is(scaler)) scaler_release(scaler);
+}
+
+fsdp_status fsdp_scaler_query(fsdp_scaler *scaler, fsdp_scaler_info *info)
+{
+    CHECK_SCALER(scaler);
+    TRY(ABI_WRITE_CHECK(fsdp_scaler_info, info));
+    fsdp_scaler_info now;
+    scaler_query(scaler, &now);
+    return ABI_WRITE(fsdp_scaler_info, info, &now);
+}
+
+fsdp_status fsdp_scaler_unscale(fsdp_scaler *scaler, fsdp_model *model)
+{
+    CHECK_SCALER(scaler);
+    CHECK_MODEL(model);
+    return scaler_unscale(scaler, model);
+}
+
+fsdp_status fsdp_scaler_unscale_tensors(fsdp_scaler *scaler, const DLTensor *const *grads, int32_t n)
+{
+    CHECK_SCALER(scaler);
+    CHECK_ARG(n >= 0, "n is %d: it can't be negative", n);
+    CHECK_ARG(grads || n == 0, "grads is NULL, but n is %d", n);
+    struct tensor *checked = mem_array((size_t)n, sizeof *checked);
+    if (!checked) return mem_none("gradients", (size_t)n * sizeof *checked);
+    fsdp_status status = FSDP_OK;
+    for (int32_t i = 0; i < n && status == FSDP_OK; i++) {
+        char name[32];
+        snprintf(name, sizeof name, "grads[%d]", i);
+        checked[i].count = -1;
+        if (grads[i]) status = tensor_import_output(grads[i], name, &checked[i]);
+    }
+    if (status == FSDP_OK) status = scaler_unscale_tensors(scaler, checked, n);
+    mem_free(checked);
+    return status;
+}
+
+fsdp_status fsdp_scaler_step(fsdp_scaler *scaler, int32_t *should_step)
+{
+    CHECK_SCALER(scaler);
+    CHECK_OUT(should_step);
+    return scaler_step(scaler, should_step);
+}
+
+fsdp_status fsdp_scaler_update(fsdp_scaler *scaler)
+{
+    CHECK_SCALER(scaler);
+    return scaler_update(scaler);
+}
+
+fsdp_status fsdp_scaler_save(fsdp_scaler *scaler, fsdp_scaler_state *state)
+{
+    CHECK_SCALER(scaler);
+    CHECK_OUT(state);
+    TRY(ABI_WRITE_CHECK(fsdp_scaler_state, state));
+    fsdp_scaler_state now;
+    TRY(scaler_save(scaler, &now));
+    return ABI_WRITE(fsdp_scaler_state, state, &now);
+}
+
+fsdp_status fsdp_scaler_load(fsdp_scaler *scaler, const fsdp_scaler_state *state)
+{
+    CHECK_SCALER(scaler);
+    CHECK_ARG(state, "state is NULL: pass what fsdp_scaler_save gave");
+    fsdp_scaler_state known;
+    TRY(ABI_READ(fsdp_scaler_state, state, &known));
+    return scaler_load(scaler, &known);
 }

@@ -22,6 +22,7 @@ struct ref {
 #define REF_WORK 0x574f524bu
 #define REF_MODEL 0x4d4f4445u
 #define REF_UNIT 0x554e4954u
+#define REF_SCALER 0x5343414cu
 
 static inline void ref_init(struct ref *ref, uint32_t magic)
 {

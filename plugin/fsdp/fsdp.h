@@ -3,6 +3,7 @@
  *   model.c   the root: units, gradient sync, end of backward, reset, memory
  *   unit.c    making a unit, its tensors, the hooks
  *   gather.c  unshard and reshard        reduce.c  gradients to the shards
+ *   clip.c    norm and clipping          scaler.c  loss scaling
  *
  * Ownership: a unit holds its model, a model its group; tensors handed out hold their unit. So memory that a
  * host still sees is never unmapped. Threads: one at a time for a model (the host's), but for the bodies of
@@ -76,6 +77,18 @@ struct fsdp_unit {
     fsdp_error_info lost;  /* a reduction that failed: the gradients are not to be used. status FSDP_OK: none */
 };
 
+struct fsdp_scaler {
+    struct ref ref;
+    fsdp_group *group;
+    double growth_factor, backoff_factor;
+    int32_t growth_interval, disabled;
+    double scale; /* a float32's value: losses may be of that dtype */
+    int32_t growth_tracker;
+    int32_t stage; /* where it is between unscale, step and update */
+    int32_t found_inf;
+    int64_t steps, skipped;
+};
+
 int model_is(const fsdp_model *model);
 int unit_is(const fsdp_unit *unit);
 
@@ -89,6 +102,15 @@ fsdp_status model_reset(fsdp_model *model);
 void model_memory(fsdp_model *model, fsdp_memory_info *info);
 /* Full parameters held by this process: for the counters. */
 void model_count_unsharded(fsdp_model *model, int64_t change);
+
+/* The model's units, each held, so that what follows needs no lock. units_drop frees the array, also after a
+ * failure. */
+struct units {
+    fsdp_unit **at;
+    int32_t n;
+};
+fsdp_status units_hold(fsdp_model *model, struct units *out);
+void units_drop(struct units *units);
 
 /* params: n structs of this library's size, with their tensors imported. */
 fsdp_status unit_create(fsdp_model *model, const char *name, const fsdp_param *params, const struct tensor *fulls,
@@ -114,5 +136,29 @@ fsdp_status unit_post_backward(fsdp_unit *unit, const DLTensor *const *grads, in
 fsdp_status unit_settle(fsdp_unit *unit);
 void unit_zero_grad(fsdp_unit *unit);
 void unit_drop_accumulated(fsdp_unit *unit);
+
+/* Wait for the reductions of all units. STATE when the gradients of one are not to be used. */
+fsdp_status units_settle(const struct units *units);
+/* Every rank gives a number, or its failure (which is then everyone's); all get all ranks' numbers. `all` has room for
+ * GROUP_MAX_RANKS. `what` begins the message of another rank's failure. */
+fsdp_status ranks_tell(fsdp_group *group, fsdp_op_kind kind, uint64_t hash, const char *what, fsdp_status status,
+                       double mine, double *all);
+void units_scale(const struct units *units, double factor); /* sharded gradients, each rounded once */
+fsdp_status model_grad_norm(fsdp_model *model, double p, double *norm);
+fsdp_status model_clip_grad_norm(fsdp_model *model, double max_norm, double p, int32_t error_if_nonfinite,
+                                 double *norm);
+
+/* scaler.c */
+int scaler_is(const fsdp_scaler *scaler);
+fsdp_status scaler_create(fsdp_group *group, const fsdp_scaler_options *options, fsdp_scaler **out);
+void scaler_release(fsdp_scaler *scaler);
+void scaler_query(const fsdp_scaler *scaler, fsdp_scaler_info *info);
+fsdp_status scaler_unscale(fsdp_scaler *scaler, fsdp_model *model);
+/* n tensors; count -1: no gradient. Each to be written. */
+fsdp_status scaler_unscale_tensors(fsdp_scaler *scaler, const struct tensor *grads, int32_t n);
+fsdp_status scaler_step(fsdp_scaler *scaler, int32_t *should_step);
+fsdp_status scaler_update(fsdp_scaler *scaler);
+fsdp_status scaler_save(const fsdp_scaler *scaler, fsdp_scaler_state *state);
+fsdp_status scaler_load(fsdp_scaler *scaler, const fsdp_scaler_state *state);
 
 #endif

@@ -5,9 +5,9 @@
  * through its shared mapping, and they meet again. The host sees them through a private, copy-on-write view
  * at an address that never changes; what it edits there stays its own and is dropped on reshard.
  *
- * Every unshard publishes anew, since the host may have changed its shards at any time; only the one before backward does
- * not: it wants what forward used, and the region still holds that, so it costs nothing. All ranks know that alike, since
- * they make the same calls.
+ * Every unshard publishes anew, since the host may have changed its shards at any time; only the one before backward
+ * does not: it wants what forward used, and the region still holds that, so it costs nothing. All ranks know that
+ * alike, since they make the same calls.
  *
  * With private unsharding (by option) the full parameters are this rank's own memory, filled by an all-gather
  * and given back to the kernel on reshard.

@@ -61,13 +61,7 @@ fsdp_status model_set_gradient_sync(fsdp_model *model, int32_t sync)
     return FSDP_OK;
 }
 
-/* The model's units, each held, so that what follows needs no lock. units_drop frees the array. */
-struct units {
-    fsdp_unit **at;
-    int32_t n;
-};
-
-static fsdp_status units_hold(fsdp_model *model, struct units *out)
+fsdp_status units_hold(fsdp_model *model, struct units *out)
 {
     fsdp_status status = FSDP_OK;
     int32_t n = 0;
@@ -82,7 +76,7 @@ static fsdp_status units_hold(fsdp_model *model, struct units *out)
     return status;
 }
 
-static void units_drop(struct units *units)
+void units_drop(struct units *units)
 {
     for (int32_t i = 0; i < units->n; i++) unit_release(units->at[i]);
     mem_free(units->at);

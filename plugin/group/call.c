@@ -62,7 +62,10 @@ fsdp_status call_compare(fsdp_group *group)
         const char *why =
             strcmp(a, b) != 0 ? ""
             : unit ? " (they differ in parameters' names, shapes, dtypes or frozen flags, or in the model's options)"
-                   : " (they differ in shapes or rows)";
+            : first.kind == FSDP_OP_GRAD_NORM || first.kind == FSDP_OP_CLIP_GRAD_NORM
+                ? " (they differ in p, max_norm or error_if_nonfinite, or in the model's units)"
+            : first.kind == FSDP_OP_UNSCALE ? " (their scalers differ in scale, growth tracker or options)"
+                                            : " (they differ in shapes or rows)";
         err(FSDP_ERR_MISMATCH,
             "group '%s', operation %llu: rank 0 called %s, rank %d called %s%s: all ranks must make the same "
             "calls in the same order",

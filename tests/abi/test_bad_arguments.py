@@ -24,11 +24,12 @@ NULLABLE_IN = {
 }
 REQUIRED_ALTHOUGH = {  # names that are nullable elsewhere
     ("fsdp_store_options_init", "options"), ("fsdp_group_options_init", "options"),
-    ("fsdp_model_options_init", "options"), ("fsdp_store_from_callbacks", "options"),
+    ("fsdp_model_options_init", "options"), ("fsdp_scaler_options_init", "options"),
+    ("fsdp_store_from_callbacks", "options"),
     *((name, "work") for name in prototypes() if name.startswith("fsdp_work_")),
 }
 HANDLES = {"fsdp_store *": "store", "fsdp_group *": "group", "fsdp_work *": "work", "fsdp_model *": "model",
-           "fsdp_unit *": "unit"}
+           "fsdp_unit *": "unit", "fsdp_scaler *": "scaler"}
 WITH_STATUS = {name: params for name, (returns, params) in prototypes().items() if returns == "fsdp_status"}
 RELEASES = [name for name, (returns, _) in prototypes().items() if returns == "void"]
 
@@ -68,6 +69,12 @@ class Collective(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("kind", ctypes.c_int32), ("op", ctypes.c_int32),
                 ("in_", ctypes.c_void_p), ("out", ctypes.c_void_p), ("in_rows", ctypes.c_void_p),
                 ("out_rows", ctypes.c_void_p), ("peer", ctypes.c_int32), ("tag", ctypes.c_int32)]
+
+
+class ScalerState(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), ("scale", ctypes.c_double), ("growth_factor", ctypes.c_double),
+                ("backoff_factor", ctypes.c_double), ("growth_interval", ctypes.c_int32),
+                ("growth_tracker", ctypes.c_int32), ("steps", ctypes.c_int64), ("skipped", ctypes.c_int64)]
 
 
 class Callbacks(ctypes.Structure):
@@ -119,6 +126,7 @@ class World:
         self.params = (Param * 1)(Param(ctypes.sizeof(Param), b"weight", self.tensor().value))
         self.unit = self.made("fsdp_unit_create", self.model, b"unit", self.params, 1)
         self.work = self.made("fsdp_barrier", self.group)
+        self.scaler = self.made("fsdp_scaler_create", self.group, None)
         return self
 
     def valid(self, function, kind, name):
@@ -139,11 +147,14 @@ class World:
         if "options *" in kind or "_info *" in kind:
             block = self.keep((ctypes.c_size_t * 512)())  # zeros, and a size that is right for any
             sizes = {"fsdp_store_options": 32, "fsdp_group_options": 48, "fsdp_model_options": 32,
-                     "fsdp_error_info": 1056, "fsdp_group_info": 128, "fsdp_memory_info": 72}
+                     "fsdp_error_info": 1056, "fsdp_group_info": 128, "fsdp_memory_info": 72,
+                     "fsdp_scaler_options": 40, "fsdp_scaler_info": 40}
             block[0] = sizes[kind.replace("const ", "").rstrip(" *")]
             if "store_options" in kind and function == "fsdp_store_from_callbacks":
                 ctypes.cast(block, ctypes.POINTER(ctypes.c_int32))[2] = 1
             return self.address(block)
+        if kind.endswith("fsdp_scaler_state *"):
+            return self.address(ScalerState(ctypes.sizeof(ScalerState), 1024, 2, 0.5, 100))
         if kind == "const char *":
             return {"url": b"env://"}.get(name, b"name")
         if kind == "const DLDataType *":
@@ -157,7 +168,9 @@ class World:
         if name == "bytes" or name == "capacity":
             return ctypes.c_size_t(8)
         if name == "struct_size":
-            return ctypes.c_size_t(48 if "group" in function else 32)
+            return ctypes.c_size_t(next((size for name, size in (("group", 48), ("scaler", 40)) if name in function), 32))
+        if kind == "double":
+            return ctypes.c_double(1)
         if kind == "int64_t":
             return ctypes.c_int64(1)
         return ctypes.c_int32({"n": 1, "ndim": 1, "world_size": 1, "minor": 1}.get(name, 0))
@@ -165,7 +178,7 @@ class World:
     def nothing(self, kind):
         if is_pointer(kind):
             return None
-        return {"size_t": ctypes.c_size_t, "int64_t": ctypes.c_int64}.get(kind, ctypes.c_int32)(0)
+        return {"size_t": ctypes.c_size_t, "int64_t": ctypes.c_int64, "double": ctypes.c_double}.get(kind, ctypes.c_int32)(0)
 
 
 def in_child(body, seconds=20):
@@ -274,8 +287,9 @@ def test_given_a_released_handle(function):
         world.open()
         arguments = [world.valid(function, *param) for param in params]
         time.sleep(0.1)  # the library drops its own reference to a work just after it is complete
-        for name in {"store": ["store"], "group": ["work", "unit", "model", "group"], "work": ["work"],
-                     "model": ["unit", "model"], "unit": ["unit"]}[handle]:
+        for name in {"store": ["store"], "group": ["scaler", "work", "unit", "model", "group"], "work": ["work"],
+                     "model": ["unit", "model"], "unit": ["unit"],
+                     "scaler": ["scaler"]}[handle]:
             getattr(world.lib, f"fsdp_{name}_release")(getattr(world, name))
         return world.call(function, *arguments)
 
@@ -290,7 +304,7 @@ def test_release_of_nothing_does_nothing(function):
 
 
 SIZED = [(function, index) for function, params in WITH_STATUS.items() for index, text in enumerate(params)
-         if re.search(r"(_options|_info|_callbacks|fsdp_param|fsdp_collective) \*$", parameter(text)[0])
+         if re.search(r"(_options|_info|scaler_state|_callbacks|fsdp_param|fsdp_collective) \*$", parameter(text)[0])
          and not function.endswith("_init")]
 
 
@@ -312,7 +326,7 @@ def test_given_a_wrong_struct_size(function, index, size):
     assert struct in message and str(size) in message, message
 
 
-NEWER = [(function, index) for function, index in SIZED if "_info" not in WITH_STATUS[function][index]]
+NEWER = [(function, index) for function, index in SIZED if "const " in WITH_STATUS[function][index]]
 
 
 @pytest.mark.parametrize("function, index", NEWER, ids=[function for function, _ in NEWER])
@@ -340,7 +354,7 @@ def test_given_a_struct_of_a_newer_library(function, index, newer_field):
 
 
 INFOS = [("fsdp_last_error_info", None), ("fsdp_group_query", "group"), ("fsdp_work_error", "work"),
-         ("fsdp_model_memory", "model")]
+         ("fsdp_model_memory", "model"), ("fsdp_scaler_query", "scaler"), ("fsdp_scaler_save", "scaler")]
 
 
 @pytest.mark.parametrize("function, handle", INFOS)

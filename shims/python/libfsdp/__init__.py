@@ -12,6 +12,7 @@ Group         operations between ranks: all_gather, reduce_scatter, all_reduce, 
 Work          a pending operation, from `async_op=True`
 Store         how ranks meet; `init` makes one
 Model, Unit   fully sharded parameters
+ShardedGradScaler  loss scaling that skips steps on all ranks alike
 Tensor        memory of the library, shared with NumPy and others without a copy
 FsdpError     what goes wrong; one subclass for each kind
 abi           the C functions themselves, in ctypes
@@ -43,6 +44,7 @@ from .errors import (
 )
 from .group import ANY_RANK, Group, GroupInfo, ReduceOp, init
 from .model import MemoryInfo, Model, Param, Unit
+from .scaler import ScalerInfo, ShardedGradScaler
 from .store import Store
 from .tensor import Tensor, copy, from_dlpack, shard, shard_extent, zeros
 from .work import Work
@@ -69,6 +71,8 @@ __all__ = [
     "Pending",
     "ReduceOp",
     "RendezvousFailed",
+    "ScalerInfo",
+    "ShardedGradScaler",
     "Store",
     "StructSizeError",
     "SystemFailure",

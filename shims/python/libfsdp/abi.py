@@ -65,6 +65,9 @@ FSDP_OP_UNSHARD = 13
 FSDP_OP_REDUCE_GRADS = 14
 FSDP_OP_CREATE_UNIT = 15
 FSDP_OP_RESET = 16
+FSDP_OP_GRAD_NORM = 17
+FSDP_OP_CLIP_GRAD_NORM = 18
+FSDP_OP_UNSCALE = 19
 
 FSDP_LOG_ERROR = 1
 FSDP_LOG_WARN = 2
@@ -283,6 +286,41 @@ class fsdp_memory_info(_Sized):
     ]
 
 
+class fsdp_scaler_options(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("init_scale", c_double),
+        ("growth_factor", c_double),
+        ("backoff_factor", c_double),
+        ("growth_interval", c_int32),
+        ("disabled", c_int32),
+    ]
+
+
+class fsdp_scaler_info(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("scale", c_double),
+        ("growth_tracker", c_int32),
+        ("found_inf", c_int32),
+        ("steps", c_int64),
+        ("skipped", c_int64),
+    ]
+
+
+class fsdp_scaler_state(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("scale", c_double),
+        ("growth_factor", c_double),
+        ("backoff_factor", c_double),
+        ("growth_interval", c_int32),
+        ("growth_tracker", c_int32),
+        ("steps", c_int64),
+        ("skipped", c_int64),
+    ]
+
+
 # ---- Functions -------------------------------------------------------------------------------------------------------
 
 _H = c_void_p  # any handle
@@ -370,6 +408,19 @@ PROTOTYPES = {
     "fsdp_model_zero_grad": (_status, (_H,)),
     "fsdp_model_reset": (_status, (_H,)),
     "fsdp_model_memory": (_status, (_H, POINTER(fsdp_memory_info))),
+    "fsdp_model_grad_norm": (_status, (_H, c_double, POINTER(c_double))),
+    "fsdp_model_clip_grad_norm": (_status, (_H, c_double, c_double, c_int32, POINTER(c_double))),
+    "fsdp_scaler_options_init": (_status, (POINTER(fsdp_scaler_options), c_size_t)),
+    "fsdp_scaler_create": (_status, (_H, POINTER(fsdp_scaler_options), _H_out)),
+    "fsdp_scaler_retain": (_status, (_H,)),
+    "fsdp_scaler_release": (None, (_H,)),
+    "fsdp_scaler_query": (_status, (_H, POINTER(fsdp_scaler_info))),
+    "fsdp_scaler_unscale": (_status, (_H, _H)),
+    "fsdp_scaler_unscale_tensors": (_status, (_H, POINTER(_T), c_int32)),
+    "fsdp_scaler_step": (_status, (_H, POINTER(c_int32))),
+    "fsdp_scaler_update": (_status, (_H,)),
+    "fsdp_scaler_save": (_status, (_H, POINTER(fsdp_scaler_state))),
+    "fsdp_scaler_load": (_status, (_H, POINTER(fsdp_scaler_state))),
     "fsdp_get_api": (_status, (c_int32, c_int32, POINTER(c_void_p))),
 }
 

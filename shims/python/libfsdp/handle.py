@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import numbers
 import operator
 
 from .errors import InvalidArgument
@@ -44,6 +45,13 @@ def integer(value, name, bits=32):
     if not -1 << bits - 1 <= number < 1 << bits - 1:
         raise InvalidArgument(f"{name}: {number} does not fit in {bits} bits")
     return number
+
+
+def real(value, name):
+    """A float64 for the C side."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{name}: {value!r} is not a number")
+    return float(value)
 
 
 def text(value, name):

@@ -13,14 +13,14 @@ nothing to do. All calls for one model come from one thread at a time. `libfsdp.
 
 import contextlib
 import ctypes
-from ctypes import POINTER, byref, c_int32, c_void_p
+from ctypes import POINTER, byref, c_double, c_int32, c_void_p
 from dataclasses import dataclass
 
 from . import abi
 from .borrow import borrow
 from .errors import InvalidArgument, check
 from .group import Group
-from .handle import Handle, text
+from .handle import Handle, real, text
 from .tensor import Tensor
 from .work import start
 
@@ -114,6 +114,27 @@ class Model:
             yield self
         finally:
             self.set_gradient_sync(True)
+
+    def grad_norm(self, p=2.0):
+        """The p-norm of all sharded gradients over all ranks, as one vector: p = 1, 2, any other number above 0, or
+        `math.inf`. Summed in float64; the same on every rank, infinite or NaN where any gradient is. Collective."""
+        norm = c_double()
+        check(lib.fsdp_model_grad_norm(self._handle, real(p, "p"), byref(norm)))
+        return norm.value
+
+    def clip_grad_norm(self, max_norm, p=2.0, error_if_nonfinite=False):
+        """Scale all sharded gradients by min(1, max_norm / (norm + 1e-6)), so that their p-norm is at most `max_norm`.
+
+        Returns the norm before. error_if_nonfinite=True: a norm that is infinite or NaN raises InvalidState on every
+        rank and changes no gradient. Collective; with a ShardedGradScaler, unscale first.
+        """
+        norm = c_double()
+        check(
+            lib.fsdp_model_clip_grad_norm(
+                self._handle, real(max_norm, "max_norm"), real(p, "p"), bool(error_if_nonfinite), byref(norm)
+            )
+        )
+        return norm.value
 
     def memory(self):
         """A MemoryInfo of this model."""
