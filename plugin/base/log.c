@@ -22,6 +22,8 @@ static int threshold_from_environment(void)
     const char *text = getenv("FSDP_LOG");
     for (int i = FSDP_LOG_ERROR; text && i <= FSDP_LOG_DEBUG; i++)
         if (strcmp(text, level_names[i]) == 0) return i;
+    if (text && *text)
+        fprintf(stderr, "libfsdp: the environment's FSDP_LOG is '%s': error, warn, info or debug\n", text);
     return FSDP_LOG_WARN;
 }
 

@@ -143,6 +143,9 @@ static void options_from_environment(fsdp_group_options *options)
         if (direct[0] == '0') options->direct_read = 2;
         if (direct[0] == '1') options->direct_read = 1;
     }
+    if (direct && *direct && strcmp(direct, "0") != 0 && strcmp(direct, "1") != 0)
+        LOG(FSDP_LOG_WARN, "the environment's FSDP_DIRECT_READ is '%s': 0 (never) and 1 (always) mean something",
+            direct);
 }
 
 fsdp_status group_create(fsdp_store *store, const fsdp_group_options *given, fsdp_group **out)
