@@ -3,6 +3,7 @@
 import pickle
 import re
 
+import numpy as np
 import pytest
 from conftest import ROOT, environment, run_python
 
@@ -106,3 +107,20 @@ def test_check_passes_ok_and_names_what_it_can_not_explain():
     errors.check(abi.FSDP_OK)
     with pytest.raises(libfsdp.FsdpError):
         errors.check(99)
+
+
+def test_messages_speak_of_what_python_has():
+    group = libfsdp.Group.single()
+    x = np.ones(3, "float32")
+    with pytest.raises(libfsdp.Unsupported, match="^op 'band' is not defined for float32: see libfsdp.ReduceOp$"):
+        group.all_reduce(x, op="band")
+    with pytest.raises(libfsdp.Unsupported, match="^op 'avg' .*: use 'sum' and divide"):
+        group.all_reduce(np.ones(3, "int32"), op="avg")
+    with pytest.raises(libfsdp.InvalidArgument, match=r"^out is \(2,\) float32"):
+        group.all_gather(x, np.ones(2, "float32"))
+    with pytest.raises(libfsdp.InvalidArgument, match=r"operations\[1\]\.out overlap"):
+        with group.coalesced() as several:
+            several.all_gather(x, np.ones(3, "float32"))
+            several.all_reduce(x)
+    kept = "parameter 'output' of unit 'op 1 output': its output, timeout_msg"
+    assert errors.in_python(kept) == kept

@@ -286,3 +286,27 @@ def test_a_closed_output_ends_the_job(tmp_path):
 def test_works_where_the_library_is_not():
     done = launch(1, "true", options=["--no-python"], env=environment(FSDP_LIBRARY="/no/such/libfsdp.so"))
     assert done.returncode == 0, done.stderr
+
+
+CAUSE = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    time.sleep(0.3)
+    raise ValueError("the cause")
+sys.exit(f"Traceback (most recent call last):\\n  ...\\nlibfsdp.errors.{sys.argv[1]}: rank 1 ended")
+"""
+
+
+@pytest.mark.parametrize("consequence", ["Aborted", "PeerLost"])
+def test_the_rank_that_failed_first_is_named_and_not_one_that_failed_because_of_it(tmp_path, consequence):
+    done = launch(3, script(tmp_path, CAUSE), consequence)
+    said = [line for line in done.stderr.splitlines() if line.startswith("libfsdp.run: rank")]
+    assert len(said) == 1 and said[0].startswith("libfsdp.run: rank 1 ")
+
+
+def test_a_consequence_without_a_cause_is_named_itself(tmp_path):
+    text = CAUSE.replace("time.sleep(0.3)", "time.sleep(30)")
+    begin = time.monotonic()
+    done = launch(2, script(tmp_path, text), "PeerLost")
+    assert done.returncode == 1 and "libfsdp.run: rank 0 " in done.stderr
+    assert time.monotonic() - begin < 8

@@ -5,6 +5,7 @@ a `PeerLost` a `ConnectionError`, and so on. `FsdpError` catches them all.
 """
 
 import ctypes
+import re
 
 from . import abi
 
@@ -143,11 +144,32 @@ BY_STATUS = {
 del BY_STATUS[0]
 
 
+# The library speaks of the C functions and their arguments. What Python calls otherwise:
+_OP_NAMES = ["sum", "avg", "prod", "min", "max", "band", "bor", "bxor"]
+_IN_PYTHON = [
+    (re.compile(r"^op (\d)(?= is not defined)"), lambda found: f"op {_OP_NAMES[int(found[1])]!r}"),
+    (re.compile(r"use SUM and divide"), "use 'sum' and divide"),
+    (re.compile(r"see fsdp_reduce_op in fsdp\.h"), "see libfsdp.ReduceOp"),
+    (re.compile(r"(?:^|(?<=\]\.)|(?<=and )|(?<=with ))output(?= |$)"), "out"),
+    (re.compile(r"\bfsdp_scaler_save\b"), "state_dict"),
+    (re.compile(r"\bfsdp_scaler_(\w+)"), r"\1"),
+    (re.compile(r"\bfsdp_model_(\w+)"), r"Model.\1"),
+    (re.compile(r"\b(?:options(?:\.|->))?timeout_ms\b"), "timeout"),
+]
+
+
+def in_python(message):
+    """A message of the library with the names that Python has for things."""
+    for pattern, names in _IN_PYTHON:
+        message = pattern.sub(names, message)
+    return message
+
+
 def from_info(info):
     """The exception that an `abi.fsdp_error_info` describes."""
     kind = BY_STATUS.get(info.status, FsdpError)
     return kind(
-        info.message.decode("utf-8", "replace") or f"status {info.status}",
+        in_python(info.message.decode("utf-8", "replace")) or f"status {info.status}",
         status=info.status,
         operation=OPERATIONS.get(info.operation, f"operation {info.operation}") if info.operation else None,
         sequence=info.sequence,

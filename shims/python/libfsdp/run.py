@@ -3,7 +3,8 @@
 Each rank is a process of its own with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
 FSDP_JOB_KEY set, so that `libfsdp.init()` there finds the others. Lines that ranks print come out whole, each behind
 its rank's number. When a rank fails, the others are ended and this program exits with that rank's code (128 + the
-signal's number when a signal ended it).
+signal's number when a signal ended it). A rank whose output ends with libfsdp's Aborted or PeerLost failed because of
+another one: that one is given a second to end, and is then the one that failed.
 
 Nothing is left behind. Each rank leads a session of its own, and that whole process group is killed at the end, while
 its leader still exists as a zombie so that its number can't have been reused. A rank dies with the launcher
@@ -25,6 +26,9 @@ import sys
 import threading
 import time
 
+# How the last line of a Python rank begins that failed only because another one had: what libfsdp raised there.
+CONSEQUENCE = (b"libfsdp.errors.Aborted", b"libfsdp.errors.PeerLost")
+SETTLE = 1  # seconds that the rank that failed first is waited for, after one that failed because of it
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -115,6 +119,7 @@ class Rank:
         self.pid = process.pid  # also its process group's and its session's
         self.ended = None  # (code, signal), one of them None, once it has
         self.prefix = f"[{number}] ".encode()
+        self.last_line = b""  # on standard error, as far as it went through here
 
 
 class Stream:
@@ -141,8 +146,10 @@ class Stream:
         if whole:
             if not data and not whole.endswith((b"\n", b"\r")):
                 whole += b"\n"  # the next rank's line starts on a line of its own
-            lines = b"".join(self.rank.prefix + line for line in _lines(whole))
-            _write(self.out, lines)
+            lines = list(_lines(whole))
+            if self.out == 2:
+                self.rank.last_line = lines[-1]
+            _write(self.out, b"".join(self.rank.prefix + line for line in lines))
         return bool(data)
 
 
@@ -173,6 +180,8 @@ class Job:
         self.ranks = []
         self.streams = []
         self.failed = None  # the rank that failed first
+        self.suspects = []  # those that failed because of it, in their order, until it is found
+        self.settle_at = None  # when the first of them counts as the one that failed
         self.interrupted = None  # the first signal that ended the job from outside
         self.last_signal = None  # the last that was sent to all ranks
         self.kill_at = None  # when what is still there gets a stronger one
@@ -233,13 +242,16 @@ class Job:
     def _loop(self, wake):
         while any(rank.ended is None for rank in self.ranks):
             timeout = None
-            if self.kill_at is not None:
-                timeout = max(0, self.kill_at - time.monotonic())
+            times = [at for at in (self.kill_at, self.settle_at) if at is not None]
+            if times:
+                timeout = max(0, min(times) - time.monotonic())
             self._pump(wake, timeout)
             for number in _drain(wake):
                 if number in FORWARDED:
                     self._forward(number)
             self._note_ends()
+            if self.settle_at is not None and time.monotonic() >= self.settle_at:
+                self._blame(self.suspects[0])
             if self.kill_at is not None and time.monotonic() >= self.kill_at:
                 self._harder()
 
@@ -267,15 +279,35 @@ class Job:
             rank.ended = (None, info.si_status) if by_signal else (info.si_status, None)
             if rank.ended == (0, None) or self.failed is not None:
                 continue
-            self.failed = rank
-            if by_signal:
-                how = f"was ended by {signal.Signals(info.si_status).name} (signal {info.si_status})"
+            self._last_words(rank)
+            if not by_signal and rank.last_line.startswith(CONSEQUENCE):
+                self.suspects.append(rank)
+                if self.settle_at is None:
+                    self.settle_at = time.monotonic() + SETTLE
             else:
-                how = f"exited with code {info.si_status}"
-            others = [other for other in self.ranks if other.ended is None]
-            say(f"rank {rank.number} (pid {rank.pid}) {how}" + ("; ending the other ranks" if others else ""))
-            if self.interrupted is None:
-                self._end()
+                self._blame(rank)
+        if self.failed is None and self.suspects and all(rank.ended is not None for rank in self.ranks):
+            self._blame(self.suspects[0])
+
+    def _last_words(self, rank):
+        for stream in [stream for stream in self.streams if stream.rank is rank]:
+            while select.select([stream.fd], (), (), 0)[0]:
+                if not stream.pump():
+                    self._close(stream)
+                    break
+
+    def _blame(self, rank):
+        """This one failed first: say so, and end the others."""
+        self.failed, self.settle_at = rank, None
+        code, number = rank.ended
+        if code is None:
+            how = f"was ended by {signal.Signals(number).name} (signal {number})"
+        else:
+            how = f"exited with code {code}"
+        others = [other for other in self.ranks if other.ended is None]
+        say(f"rank {rank.number} (pid {rank.pid}) {how}" + ("; ending the other ranks" if others else ""))
+        if self.interrupted is None:
+            self._end()
 
     def _forward(self, number):
         again = self.interrupted is not None
