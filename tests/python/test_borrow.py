@@ -3,6 +3,8 @@
 import array
 import ctypes
 import gc
+import sys
+import types
 import weakref
 
 import numpy as np
@@ -338,3 +340,70 @@ def test_lazy_conjugates_are_refused():
     x.lazy = True
     with pytest.raises(libfsdp.InvalidArgument, match="^x is a lazy conjugate"):
         borrow(x, "x")
+
+
+# ---- Torch, as far as it matters here --------------------------------------------------------------------------------
+
+
+class Gradual(OneHolder):
+    """A tensor as torch makes them: it may require grad, and counts what is written."""
+
+    requires_grad, inference, version = False, False, 0
+
+    def detach(self):
+        assert self.requires_grad
+        return OneHolder(self.x)
+
+    def is_inference(self):
+        return self.inference
+
+    def __dlpack__(self, **keywords):
+        if self.requires_grad:
+            raise BufferError("can't export tensors that require gradient")
+        return super().__dlpack__(**keywords)
+
+
+@pytest.fixture
+def torch(monkeypatch):
+    def increment_version(tensor):
+        tensor.version += 1
+
+    class Tensor(Gradual):
+        pass
+
+    fake = types.SimpleNamespace(
+        Tensor=Tensor,
+        enabled=True,
+        is_grad_enabled=lambda: fake.enabled,
+        autograd=types.SimpleNamespace(graph=types.SimpleNamespace(increment_version=increment_version)),
+    )
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    return fake
+
+
+def test_a_tensor_that_requires_grad_is_an_output_only_without_autograd(torch):
+    x = torch.Tensor(np.arange(3, dtype="float32"))
+    x.requires_grad = True
+    assert borrow(x, "x").data == x.x.ctypes.data  # read: nothing that autograd would miss
+    with pytest.raises(libfsdp.InvalidArgument, match=r"^x requires grad.*x\.detach\(\).*no_grad"):
+        borrow(x, "x", True)
+    assert x.version == 0
+    torch.enabled = False
+    assert borrow(x, "x", True).data == x.x.ctypes.data
+    assert x.version == 1
+
+
+def test_autograd_hears_what_is_written(torch):
+    x = torch.Tensor(np.zeros(3, "float32"))
+    borrow(x, "x")
+    assert x.version == 0
+    libfsdp.Group.single().all_reduce(x)
+    assert x.version == 1
+    x.inference = True  # has no version
+    borrow(x, "x", True)
+    assert x.version == 1
+
+
+def test_an_old_torch_counts_nothing(torch):
+    torch.autograd.graph = None
+    borrow(torch.Tensor(np.zeros(3, "float32")), "x", True)

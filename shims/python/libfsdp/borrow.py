@@ -8,6 +8,7 @@ One reader is chosen for each type of array and remembered:
 
   NumPy arrays          shape, strides and address straight from the array; ml_dtypes' bfloat16 and float8 by name
   libfsdp.Tensor        its own DLTensor
+  torch                 by one of the next two, with autograd's rules for outputs
   C exchange API        types with `__dlpack_c_exchange_api__` (torch 2.10 and newer), one C call
   `__dlpack__`          everything else that speaks DLPack, versioned or not
   buffer protocol       bytearray, memoryview, array.array, ctypes arrays
@@ -48,11 +49,12 @@ def _choose(array, name):
 
     if isinstance(array, Tensor):
         return _from_tensor
-    exchange = _exchange_function(type(array))
-    if exchange is not None:
-        return _exchange_reader(exchange, type(array))
-    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
-        return _from_dlpack
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return _torch_reader(_dlpack_reader(array), torch)
+    reader = _dlpack_reader(array)
+    if reader is not None:
+        return reader
     try:
         memoryview(array)
     except TypeError:
@@ -63,6 +65,14 @@ def _choose(array, name):
 
 
 _readers = {}  # type of array: its reader
+
+
+def _dlpack_reader(array):
+    """The reader for an object that speaks DLPack in some way, else None."""
+    exchange = _exchange_function(type(array))
+    if exchange is not None:
+        return _exchange_reader(exchange, type(array))
+    return _from_dlpack if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__") else None
 
 
 def _read_only(name):
@@ -144,8 +154,8 @@ def _check_device(device_type, name):
         raise Unsupported(f"{name} is on a device (DLPack device type {int(device_type)}); only host memory (1) is supported")
 
 
-def _from_dlpack(array, name, writable):
-    _check_device(array.__dlpack_device__()[0], name)
+def capsule_of(array, name):
+    """An unconsumed DLPack capsule of `array`, an object with `__dlpack__`."""
     try:
         try:
             capsule = array.__dlpack__(max_version=(abi.DLPACK_MAJOR_VERSION, abi.DLPACK_MINOR_VERSION))
@@ -153,16 +163,27 @@ def _from_dlpack(array, name, writable):
             capsule = array.__dlpack__()
     except Exception as error:
         raise InvalidArgument(f"{name}: {type(array).__name__}.__dlpack__ failed: {error}") from error
+    if not _capsule_is(capsule, b"dltensor_versioned") and not _capsule_is(capsule, b"dltensor"):
+        raise InvalidArgument(f"{name}: {type(array).__name__}.__dlpack__ gave no unconsumed DLPack capsule")
+    return capsule
+
+
+def _from_dlpack(array, name, writable):
+    try:
+        device_type, _ = array.__dlpack_device__()
+        device_type = int(device_type)
+    except Exception as error:
+        raise InvalidArgument(f"{name}: {type(array).__name__}.__dlpack_device__ gave no device: {error}") from error
+    _check_device(device_type, name)
+    capsule = capsule_of(array, name)
     if _capsule_is(capsule, b"dltensor_versioned"):
         managed = abi.DLManagedTensorVersioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
         if managed.version.major != abi.DLPACK_MAJOR_VERSION:
             raise VersionMismatch(f"{name}: DLPack {managed.version.major}.x tensors can't be read, only 1.x")
         if writable and managed.flags & abi.DLPACK_FLAG_BITMASK_READ_ONLY:
             raise _read_only(name)
-    elif _capsule_is(capsule, b"dltensor"):
-        managed = abi.DLManagedTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
     else:
-        raise InvalidArgument(f"{name}: {type(array).__name__}.__dlpack__ gave no unconsumed DLPack capsule")
+        managed = abi.DLManagedTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
     tensor = managed.dl_tensor
     _check_device(tensor.device.device_type, name)
     tensor.owner = capsule, array
@@ -206,6 +227,30 @@ def _exchange_reader(function, kind):
         return tensor
 
     return read
+
+
+# ---- Torch: what autograd must know ----------------------------------------------------------------------------------
+
+
+def _torch_reader(read, torch):
+    """A reader for torch's tensors: autograd does not see what the library writes, so it is told, or refused."""
+    written = getattr(getattr(torch.autograd, "graph", None), "increment_version", None)
+
+    def read_torch(array, name, writable):
+        lent = array
+        if array.requires_grad:
+            if writable and torch.is_grad_enabled():
+                raise InvalidArgument(
+                    f"{name} requires grad, and autograd would not see that this call writes it; give {name}.detach(), "
+                    "or call under torch.no_grad()"
+                )
+            lent = array.detach()  # the same memory, which __dlpack__ then lends
+        tensor = read(lent, name, writable)
+        if writable and written is not None and not array.is_inference():
+            written(array)  # backward through a value that was saved before this call now fails, as it must
+        return tensor
+
+    return read_torch
 
 
 # ---- The buffer protocol ---------------------------------------------------------------------------------------------

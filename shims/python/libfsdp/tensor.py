@@ -16,7 +16,7 @@ import sys
 from ctypes import POINTER, PYFUNCTYPE, byref, c_char_p, c_int64, c_void_p, py_object
 
 from . import abi
-from .borrow import _capsule_is, _capsule_pointer, borrow
+from .borrow import _capsule_is, _capsule_pointer, borrow, capsule_of
 from .dtypes import TABLE, name_in, name_of
 from .errors import check
 from .handle import integer
@@ -38,7 +38,10 @@ def _delete(handle):
 class Tensor:
     """A tensor in memory of the library: `shape`, `dtype` (a name such as "bfloat16"), `nbytes`, and ways to see it.
 
-    Made by `libfsdp.empty`, `libfsdp.from_dlpack` and a unit's `shard`, `full` and `grad`; accepted wherever an array is.
+    Made by `libfsdp.zeros`, `libfsdp.from_dlpack` and a unit's `shard`, `full` and `grad`; accepted wherever an array is.
+
+    `copy.copy(tensor)` is another Tensor on the same memory, `copy.deepcopy(tensor)` one on memory of its own. To store
+    one or send it elsewhere, take `tensor.numpy()`: a Tensor itself can't be pickled.
     """
 
     __slots__ = ("_managed", "_again", "__weakref__")
@@ -55,6 +58,15 @@ class Tensor:
             delete(managed)
         if _exports:
             _sweep()
+
+    def __copy__(self):
+        return Tensor(self._again() if self._again else _share(self), self._again)
+
+    def __deepcopy__(self, memo):
+        return copy(self, zeros(self.shape, self.dtype))
+
+    def __reduce__(self):
+        raise TypeError("a libfsdp.Tensor can't be pickled: it is memory of this process; pickle its .numpy()")
 
     @property
     def shape(self):
@@ -263,12 +275,14 @@ def zeros(shape, dtype="float32"):
 
 
 def from_dlpack(array):
-    """A Tensor over the memory of `array`, an object with `__dlpack__`. No copy; the array's memory stays alive with it."""
+    """A Tensor over the memory of `array`, an object with `__dlpack__`. No copy; the array's memory stays alive with it.
+
+    Raises as `borrow` does for arrays that are no use to the library: TypeError, InvalidArgument, Unsupported.
+    """
     borrow(array, "array")  # says in words what is wrong with it
-    try:
-        capsule = array.__dlpack__(max_version=(abi.DLPACK_MAJOR_VERSION, abi.DLPACK_MINOR_VERSION))
-    except TypeError:
-        capsule = array.__dlpack__()
+    if not hasattr(array, "__dlpack__"):
+        raise TypeError(f"array: a {type(array).__name__} has no __dlpack__; give numpy.asarray(array)")
+    capsule = capsule_of(array, "array")
     if _capsule_is(capsule, _VERSIONED):
         managed = ctypes.cast(_capsule_pointer(capsule, _VERSIONED), POINTER(abi.DLManagedTensorVersioned))
         _capsule_rename(capsule, _USED_VERSIONED)
