@@ -1,5 +1,6 @@
 """Groups through Python: every operation against NumPy, with the arrays that have gone wrong elsewhere, and failures."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -12,7 +13,7 @@ import weakref
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import environment
+from conftest import environment, launch
 
 import libfsdp
 from libfsdp import Group, ReduceOp
@@ -686,6 +687,72 @@ def test_a_job_that_waits_inside_the_library_ends_at_ctrl_c_too(tmp_path):
     assert time.monotonic() - begin < 3 and job.returncode != 0
 
 
+PENDING = """
+import libfsdp, numpy as np, sys
+group = libfsdp.init(timeout=60)
+work = group.recv(np.zeros(3), src=1 - group.rank, async_op=True)
+if sys.argv[1] == "dropped":
+    del work
+if sys.argv[1] == "raise" and group.rank == 1:
+    raise RuntimeError("a bug of mine")
+if sys.argv[1] == "late" and group.rank == 0:
+    import time
+    time.sleep(1)
+    group.send(np.ones(3), 1)
+    group.abort()
+print("last line")
+"""
+
+
+@pytest.mark.parametrize("how", ["held", "dropped", "raise", "late"])
+def test_a_program_ends_soon_whatever_is_pending(tmp_path, how):
+    path = tmp_path / "script.py"
+    path.write_text(PENDING)
+    begin = time.monotonic()
+    done = launch(2, path, how)
+    assert time.monotonic() - begin < 12  # 3 s and two interpreters, not 60
+    assert done.returncode == (1 if how == "raise" else 0), done.stderr
+    if how != "raise":
+        said = [line for line in done.stderr.splitlines() if "waiting at most 3 s" in line]
+        assert sorted(line[:3] for line in said) == (["[1]"] if how == "late" else ["[0]", "[1]"])
+
+
+def leaves_as_planned(group):
+    if group.rank == 0:
+        with contextlib.suppress(SystemExit), group.split(0) as other:
+            sys.exit(0)
+        group.barrier()
+        return
+    other = group.split(0)
+    group.barrier()
+    with pytest.raises(libfsdp.PeerLost):  # and not Aborted: nothing went wrong
+        other.barrier()
+
+
+def test_sys_exit_0_in_a_groups_block_is_no_failure(ranks):
+    ranks(2, leaves_as_planned)
+
+
+def waits_in_numbers(group):
+    x = np.zeros(1)
+    work = group.recv(x, 1 - group.rank, async_op=True)
+    for seconds in (0, -1, np.float32(0.01), 0.01):
+        with pytest.raises(libfsdp.Pending):
+            work.wait(seconds)
+    group.barrier()
+    group.send(np.ones(1), 1 - group.rank)
+    assert work.wait(float("inf")) is x and x[0] == 1
+    done = []
+    thread = threading.Thread(target=lambda: done.append(group.barrier(async_op=True).wait(1e300)))
+    thread.start()
+    thread.join(10)
+    assert done == [None]
+
+
+def test_times_to_wait(ranks):
+    ranks(2, waits_in_numbers)
+
+
 FORKED = """
 import libfsdp, numpy as np, os
 group = libfsdp.Group.single()
@@ -750,6 +817,13 @@ def bad_calls(group):
         (lambda: group.send(x, 0, -1), ValueError, "tag"),
         (lambda: group.all_reduce(x, op=99), ValueError, "^op"),
         (lambda: group.all_reduce(x, op=[]), ValueError, "^op"),
+        (lambda: group.all_reduce(x, op=True), ValueError, "^op: True"),
+        (lambda: group.all_reduce(x, op=1.0), ValueError, "^op: 1.0"),
+        (lambda: group.all_reduce(x, "max"), TypeError, "^out: 'max' is not an array.*op='max'"),
+        (lambda: group.reduce(x, ReduceOp.MAX), TypeError, "^out.*op='max'"),
+        (lambda: group.coalesced().barrier(), ValueError, "^barrier"),
+        (lambda: group.barrier(async_op=True).wait(float("nan")), ValueError, "^timeout"),
+        (lambda: group.barrier(async_op=True).wait(True), TypeError, "^timeout"),
         (lambda: group.split(-3), ValueError, "^color"),
         (lambda: group.split("a"), TypeError, "^color"),
         (lambda: group.split(0, colour=1), TypeError, "colour"),
@@ -758,11 +832,11 @@ def bad_calls(group):
     ]
 
 
-@pytest.mark.parametrize("index", range(27))
+@pytest.mark.parametrize("index", range(34))
 def test_bad_arguments_are_named(index):
     group = Group.single()
     calls = bad_calls(group)
-    assert len(calls) == 27
+    assert len(calls) == 34
     call, kind, says = calls[index]
     with pytest.raises(kind, match=says):
         call()

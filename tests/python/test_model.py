@@ -245,7 +245,12 @@ def unit_of(model):
         (lambda m: m.unit("v", {"x": np.zeros(2, "int32")}), (ValueError, NotImplementedError), "x|int32"),
         (lambda m: m.unit("v", {"x": np.zeros(2)}, frozen=["y"]), ValueError, "^frozen: 'y'"),
         (lambda m: [unit_of(m), unit_of(m)], ValueError, "w"),
+        (lambda m: Model(m.group, gradient_divisor=True), TypeError, "^gradient_divisor"),
+        (lambda m: m.unit("v", {"x": np.zeros(2)}, frozen=5), TypeError, "^frozen: 5"),
         (lambda m: unit_of(m).post_backward([None]), ValueError, "^grads: 1 entries for 2"),
+        (lambda m: unit_of(m).post_backward(iter([None])), ValueError, "^grads: 1 entries for 2"),
+        (lambda m: unit_of(m).post_backward(None), TypeError, "^grads: None is neither"),
+        (lambda m: unit_of(m).post_backward(np.zeros((2, 3))), TypeError, "^grads: a ndarray is neither"),
         (lambda m: unit_of(m).post_backward({"x": None}), ValueError, "^grads: 'x'"),
         (lambda m: unit_of(m).post_backward({"w": [1]}), TypeError, r"^grads\['w'\]"),
         (lambda m: run_to_backward(unit_of(m)).post_backward({"w": np.zeros(3, "float32")}), ValueError, "w|grads"),
@@ -279,3 +284,42 @@ def test_closed_objects_say_so():
         model.zero_grad()
     with pytest.raises(ValueError, match="group is closed"):
         Model(group)
+
+
+def test_frozen_in_all_its_forms():
+    def frozen(value, number):
+        unit = model.unit("u", {f"w{number}": np.zeros(2), f"b{number}": np.zeros(2)}, frozen=value)
+        return [param.frozen for param in unit]
+
+    model = Model(Group.single(), gradient_divisor=np.float32(2))
+    assert frozen(False, 1) == frozen(None, 2) == frozen((), 3) == [False, False]
+    assert frozen(True, 4) == [True, True]
+    assert frozen("b5", 5) == frozen(iter(["b6"]), 6) == [False, True]
+
+
+def test_gradients_from_an_iterator_and_a_divisor_of_numpy():
+    model = Model(Group.single(), gradient_divisor=np.float32(4))
+    unit = run_to_backward(unit_of(model))
+    unit.post_backward(gradient for gradient in [np.full((2, 3), 2, "float32"), None])
+    model.finish_backward()
+    same(unit["w"].grad.numpy(), np.full((2, 3), 0.5))
+
+
+def test_no_sync_inside_no_sync():
+    model = Model(Group.single())
+    unit = unit_of(model)
+
+    def backward():
+        run_to_backward(unit).post_backward([np.ones((2, 3), "float32"), None])
+        model.finish_backward()
+        return unit["w"].grad.numpy()[0, 0]
+
+    with model.no_sync():
+        with model.no_sync():
+            assert backward() == 0
+        assert backward() == 0  # the outer block goes on
+    assert backward() == 3
+    model.set_gradient_sync(False)
+    with model.no_sync():
+        pass
+    assert backward() == 3  # as it was before the block

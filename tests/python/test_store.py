@@ -1,5 +1,6 @@
 """Stores: meeting through each kind of URL and through a service of the host, and what goes wrong there."""
 
+import gc
 import socket
 import threading
 import time
@@ -213,6 +214,7 @@ def test_the_services_own_exception_is_the_cause():
 def test_a_service_is_let_go_with_its_store():
     from libfsdp.store import _Callbacks
 
+    gc.collect()  # what earlier tests left
     before = len(_Callbacks.living)
     store = Store.from_callbacks(Service(), rank=0, world_size=1)
     assert len(_Callbacks.living) == before + 1

@@ -11,7 +11,9 @@ returns a `Work` at once, which keeps the arrays alive until it is complete.
 import atexit
 import ctypes
 import enum
+import logging
 import sys
+import time
 import weakref
 from ctypes import byref, c_int64, c_void_p
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from .borrow import borrow
 from .errors import BY_STATUS, InvalidArgument, check, last
 from .handle import Handle, integer, milliseconds, text
 from .store import Store, explained
-from .work import start
+from .work import pending, start
 
 lib = abi.lib
 ANY_RANK = abi.FSDP_ANY_RANK
@@ -49,10 +51,21 @@ _OPS = {op: int(op) for op in ReduceOp} | {op.name.lower(): int(op) for op in Re
 
 def _op(op):
     try:
-        return _OPS[op]
+        code = _OPS[op]
+        if not isinstance(op, (bool, float)):  # which equal numbers of operations
+            return code
     except (KeyError, TypeError):
-        names = ", ".join(repr(known.name.lower()) for known in ReduceOp)
-        raise InvalidArgument(f"op: {op!r} is not one of {names}") from None
+        pass
+    names = ", ".join(repr(known.name.lower()) for known in ReduceOp)
+    raise InvalidArgument(f"op: {op!r} is not one of {names}")
+
+
+def _no_op(out):
+    """`out`, where a reduction's name may have been given by mistake."""
+    if isinstance(out, (str, ReduceOp)):
+        name = out.name.lower() if isinstance(out, ReduceOp) else out
+        raise TypeError(f"out: {out!r} is not an array; give the reduction as op={name!r}")
+    return out
 
 
 @dataclass(frozen=True)
@@ -139,7 +152,7 @@ class _Operations:
             tensor = borrow(input, "input", True)
             args = tensor, tensor, code
         else:
-            args = borrow(input, "input"), borrow(out, "out", True), code
+            args = borrow(input, "input"), borrow(_no_op(out), "out", True), code
         return self._do(abi.FSDP_OP_ALL_REDUCE, lib.fsdp_all_reduce, args, out, async_op, op=code)
 
     def reduce(self, input, out=None, op="sum", *, root=0, async_op=False):
@@ -150,7 +163,7 @@ class _Operations:
         on_root = self._here(root)
         if out is None and on_root:
             raise InvalidArgument(f"out: rank {root} is the root and needs an array for the result")
-        args = borrow(input, "input"), None if out is None else borrow(out, "out", on_root), code, root
+        args = borrow(input, "input"), None if out is None else borrow(_no_op(out), "out", on_root), code, root
         result = out if on_root else None
         return self._do(abi.FSDP_OP_REDUCE, lib.fsdp_reduce, args, result, async_op, op=code, peer=root)
 
@@ -249,7 +262,7 @@ class Group(_Operations):
     name           for messages
     transport      "self" (one rank), "shm" (one host); None: by size and host
     timeout        seconds, of each operation and of making the group; None: 600
-    staging_bytes  shared memory for staging, for each rank; None: 1 MiB. Rank 0's counts.
+    staging_bytes  shared memory for staging, for each rank; None: 512 KiB. Rank 0's counts.
     direct_read    read peers' memory directly: None where the kernel allows it and it is the faster way, True always,
                    False never. Rank 0's counts.
     spin_us        how long a wait spins before it sleeps; None: chosen by ranks and cores; 0: never
@@ -309,13 +322,19 @@ class Group(_Operations):
 
     def _do(self, kind, function, args, result, async_op, **_):
         if async_op:
-            return start(function, self._handle, args, result)
+            return start(function, self._handle, args, result, self)
         if self.interruptible:
-            return start(function, self._handle, args, result).wait()
+            return start(function, self._handle, args, result, self).wait()
         status = function(self._handle, *args, None)
         if status:
             raise last(status)
         return result
+
+    def __reduce__(self):
+        raise TypeError(
+            "a libfsdp.Group can't be copied or pickled: it is this process's place among the ranks; pass the object "
+            "itself, `split` it for another group, and call libfsdp.init() in another process"
+        )
 
     def barrier(self, *, async_op=False):
         """Return when every rank has called it."""
@@ -382,7 +401,10 @@ class Group(_Operations):
 
     def close(self):
         """Leave the group, after this rank's queued operations; a second close does nothing. A peer that then waits for
-        this rank gets PeerLost. To leave at once, `abort` first."""
+        this rank gets PeerLost. To leave at once, `abort` first.
+
+        Models and Units of the group, and their Tensors, hold it too: this rank leaves when the last of them is closed
+        or dropped, and until then a peer that waits for it goes on waiting."""
         self._owned = None
         _open_groups.discard(self)
 
@@ -390,7 +412,8 @@ class Group(_Operations):
         return self
 
     def __exit__(self, kind, error, traceback):
-        if error is not None and self._owned is not None:
+        as_planned = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        if not as_planned and self._owned is not None:
             self._abort_because(error)
         self.close()
 
@@ -432,6 +455,9 @@ class Coalesced(_Operations):
         self._items.append((item, args))
         return result
 
+    def barrier(self, *, async_op=False):
+        raise InvalidArgument("barrier: not in coalesced(); call group.barrier() before or after the block")
+
     def __enter__(self):
         return self
 
@@ -465,8 +491,16 @@ def init(url="env://", *, rank=None, world_size=None, timeout=None, job_key=None
     The usual call is `libfsdp.init()`: rank and size come from the launcher's variables (`python -m libfsdp.run`,
     torchrun, mpirun, Slurm); with none of them set, it is a group of one.
 
-    timeout: seconds, for meeting and for each operation; None: the defaults of Store and Group. Other options as for
-    Group. The group's `store` attribute is the Store. Raises what Store and Group raise.
+    timeout: seconds, for meeting and for each operation; None: 300 for meeting, 600 for each operation. Other options as
+    for Group. The group's `store` attribute is the Store: another group of the same ranks, in the same process, is
+    `libfsdp.Group(group.store)`. Raises what Store and Group raise.
+
+    Ctrl-C: a call that waits for other ranks does so inside the library, and Python answers signals when it returns, at
+    the latest after `timeout`. `libfsdp.run` ends its ranks all the same, after its grace. For a program that handles
+    KeyboardInterrupt set `group.interruptible = True`: it is then answered within 0.1 s (see Group).
+
+    At exit a rank waits 3 seconds for what it started with async_op=True and other ranks haven't joined; then it aborts
+    the group, so that neither side hangs. When an exception ended the program, it aborts at once.
     """
     store = Store(url, rank=rank, world_size=world_size, timeout=timeout, job_key=job_key)
     return Group(store, timeout=timeout, **options)
@@ -475,16 +509,43 @@ def init(url="env://", *, rank=None, world_size=None, timeout=None, job_key=None
 # ---- At exit ---------------------------------------------------------------------------------------------------------
 
 _open_groups = weakref.WeakSet()
+_PATIENCE = 3  # seconds that a program's end waits for operations that other ranks have not joined
 
 
 def _leave():
     """Close what is still open, so that callbacks run while there is an interpreter to run them. When an exception
-    ended the program, the other ranks are told so, and this one does not wait for them."""
+    ended the program, the other ranks are told so, and this one does not wait for them. (SystemExit leaves no trace that
+    could be seen here, whatever its code.)"""
     error = getattr(sys, "last_value", None) if not hasattr(sys, "ps1") else None
+    if error is None:
+        _wait_for_pending()
     for group in list(_open_groups):
         if error is not None and group.size > 1:
             group._abort_because(error)
         group.close()
+
+
+def _wait_for_pending():
+    """Closing a group waits for its operations, as long as its timeout allows: too long for a program's end."""
+    deadline = time.monotonic() + _PATIENCE
+    say_at = deadline - _PATIENCE + 0.2
+    while waiting := pending():
+        now = time.monotonic()
+        if now >= deadline:
+            break
+        if say_at is not None and now >= say_at:
+            say_at = None
+            logging.getLogger("libfsdp").warning(
+                "libfsdp: the program ended with %d operations pending; waiting at most %g s for the other ranks. "
+                "Work.wait() says when one is done",
+                len(waiting),
+                _PATIENCE,
+            )
+        time.sleep(0.005)
+    for group in {group for group in waiting if group is not None}:
+        if group._owned is not None:
+            reason = f"rank {group.rank} ended while an operation of it waited for other ranks"
+            lib.fsdp_group_abort(group._handle, reason.encode())
 
 
 atexit.register(_leave)

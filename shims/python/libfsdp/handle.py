@@ -24,13 +24,15 @@ class Handle:
     def __del__(self):
         self._release(self._as_parameter_)
 
+    def __reduce__(self):
+        raise TypeError("a handle of libfsdp can't be copied or pickled: it is one reference, which is given back once")
+
 
 def milliseconds(seconds, name):
     """A time for the C side: None is 0, the library's default."""
     if seconds is None:
         return 0
-    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool):
-        raise TypeError(f"{name}: {seconds!r} is not a number of seconds")
+    seconds = real(seconds, name)
     if not 0 < seconds < 1e12:
         raise InvalidArgument(f"{name}: {seconds!r} seconds; give a positive number, or None for the default")
     return math.ceil(seconds * 1000)
@@ -51,7 +53,10 @@ def real(value, name):
     """A float64 for the C side."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{name}: {value!r} is not a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidArgument(f"{name}: too large a number") from None
 
 
 def text(value, name):

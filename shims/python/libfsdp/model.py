@@ -13,6 +13,7 @@ nothing to do. All calls for one model come from one thread at a time. `libfsdp.
 
 import contextlib
 import ctypes
+from collections.abc import Iterable, Mapping
 from ctypes import POINTER, byref, c_double, c_int32, c_void_p
 from dataclasses import dataclass
 
@@ -51,7 +52,8 @@ class Model:
 
     group                  a Group; not collective
     name                   for messages
-    reshard_after_forward  False: parameters stay full from forward to backward, for more memory and less traffic
+    reshard_after_forward  False: parameters stay full from forward to backward, for more memory and less traffic.
+                           Where no backward follows, call `Unit.reshard`: else the next forward uses the same values
     private_unshard        True: full parameters in each rank's own memory, filled by all-gather. False: one copy a
                            host, in shared memory, where the transport can
     gradient_divisor       gradients are summed over the ranks and divided by this; None: the group's size
@@ -67,8 +69,7 @@ class Model:
         options.no_reshard_after_forward = not reshard_after_forward
         options.private_unshard = bool(private_unshard)
         if gradient_divisor is not None:
-            if not isinstance(gradient_divisor, (int, float)):
-                raise TypeError(f"gradient_divisor: {gradient_divisor!r} is not a number")
+            gradient_divisor = real(gradient_divisor, "gradient_divisor")
             if not gradient_divisor > 0:
                 raise InvalidArgument(f"gradient_divisor: {gradient_divisor!r}; give a positive number")
             options.gradient_divisor = gradient_divisor
@@ -77,6 +78,8 @@ class Model:
         self._owned = Handle(pointer, lib.fsdp_model_release)
         self.group = group
         self.name = name or "model"
+        self.reshard_after_forward = bool(reshard_after_forward)
+        self._sync = True
 
     @property
     def _handle(self):
@@ -84,6 +87,9 @@ class Model:
         if handle is None:
             raise InvalidArgument("the model is closed")
         return handle
+
+    def __reduce__(self):
+        raise TypeError("a libfsdp.Model can't be copied or pickled: make another one of the same group")
 
     def unit(self, name, params, *, frozen=()):
         """Make a Unit of this model: `Unit(self, name, params, frozen=frozen)`. Collective."""
@@ -105,15 +111,17 @@ class Model:
         """False: following `post_backward` calls only accumulate on this rank; True: they reduce, what was accumulated
         included."""
         check(lib.fsdp_model_set_gradient_sync(self._handle, bool(sync)))
+        self._sync = bool(sync)
 
     @contextlib.contextmanager
     def no_sync(self):
-        """A block whose backward passes accumulate gradients on this rank and send nothing."""
+        """A block whose backward passes accumulate gradients on this rank and send nothing. Afterwards it is as before."""
+        before = self._sync
         self.set_gradient_sync(False)
         try:
             yield self
         finally:
-            self.set_gradient_sync(True)
+            self.set_gradient_sync(before)
 
     def grad_norm(self, p=2.0):
         """The p-norm of all sharded gradients over all ranks, as one vector: p = 1, 2, any other number above 0, or
@@ -170,6 +178,11 @@ class Param:
         self.full = unit._tensor(lib.fsdp_unit_param_full, index)
         self.grad = None if frozen else unit._tensor(lib.fsdp_unit_param_grad, index)
 
+    def __reduce__(self):
+        raise TypeError(
+            "a libfsdp.Param can't be copied or pickled: it belongs to its unit; take .shard.numpy() or .full.numpy()"
+        )
+
     @property
     def shape(self):
         return self.full.shape
@@ -183,6 +196,21 @@ class Param:
         return f"<libfsdp.Param {self.name!r} {self.dtype}{self.shape}, here {self.shard.shape}{frozen}>"
 
 
+def frozen_names(frozen, names):
+    """Which of `names` an argument `frozen` means: a set."""
+    if isinstance(frozen, bool) or frozen is None:
+        return set(names if frozen else ())
+    if isinstance(frozen, str):
+        frozen = [frozen]
+    try:
+        chosen = set(frozen)
+    except TypeError:
+        raise TypeError(f"frozen: {frozen!r} is neither a name, nor names, nor True") from None
+    for unknown in sorted(chosen.difference(names), key=str):
+        raise InvalidArgument(f"frozen: {unknown!r} is not one of the parameters: {', '.join(map(str, names))}")
+    return chosen
+
+
 class Unit:
     """Parameters that become full and sharded together.
 
@@ -190,7 +218,7 @@ class Unit:
     name    for messages
     params  {name: array}, whole values, equal on all ranks: each rank copies its own rows. Names are unique in the
             model; floats, at least one dimension. The arrays are not needed afterwards.
-    frozen  the names of those that get no gradient (no memory and no traffic for it), or True for all
+    frozen  the names (or one name) of those that get no gradient (no memory and no traffic for it); True: all
 
     Collective: all ranks give the same names, shapes and dtypes (Mismatch otherwise). It begins sharded.
 
@@ -204,9 +232,7 @@ class Unit:
         if not isinstance(name, str):
             raise TypeError(f"name: {name!r} is not a string")
         names = list(params)
-        frozen = set(names if frozen is True else [frozen] if isinstance(frozen, str) else frozen)
-        for unknown in frozen.difference(names):
-            raise InvalidArgument(f"frozen: {unknown!r} is not a parameter of this unit")
+        frozen = frozen_names(frozen, names)
         tensors = [borrow(params[key], f"params[{key!r}]") for key in names]
         array = (abi.fsdp_param * len(names))()
         for entry, key, tensor in zip(array, names, tensors):
@@ -227,6 +253,9 @@ class Unit:
         if handle is None:
             raise InvalidArgument("the unit is closed")
         return handle
+
+    def __reduce__(self):
+        raise TypeError("a libfsdp.Unit can't be copied or pickled: make another one of the same values")
 
     def _tensor(self, function, index):
         handle = self._handle
@@ -262,16 +291,23 @@ class Unit:
     def post_backward(self, grads, *, async_op=False):
         """After its backward: reduce the gradients to the shards' `grad`, and reshard.
 
-        grads: {parameter's name: array}, or a sequence with one entry for each parameter; this rank's gradient of the
+        grads: {parameter's name: array}, or an iterable with one entry for each parameter; this rank's gradient of the
         full parameter, in its shape and dtype. What is missing or None (frozen, or unused on this rank) counts as zeros.
         Summed over the ranks, divided, and added to what `grad` holds. With gradient sync off, only accumulated here.
         async_op=True returns a Work; `Model.finish_backward` waits for it.
         """
-        if isinstance(grads, dict):
-            for unknown in grads.keys() - self._by_name.keys():
+        if isinstance(grads, Mapping):
+            for unknown in set(grads) - self._by_name.keys():
                 raise InvalidArgument(f"grads: {unknown!r} is not a parameter of unit {self.name!r}")
             grads = [grads.get(param.name) for param in self.params]
-        elif len(grads) != len(self.params):
+        elif not isinstance(grads, Iterable) or hasattr(grads, "__array__") or hasattr(grads, "__dlpack__"):
+            raise TypeError(
+                f"grads: {'None' if grads is None else 'a ' + type(grads).__name__} is neither a dict of arrays nor a list "
+                "of them; give {} when there are none"
+            )
+        else:
+            grads = list(grads)
+        if len(grads) != len(self.params):
             raise InvalidArgument(f"grads: {len(grads)} entries for {len(self.params)} parameters")
         keep = _Gradients(grads, self.params)
         return self._do(lib.fsdp_unit_post_backward, (keep, len(self.params)), async_op)
@@ -282,7 +318,7 @@ class Unit:
 
     def _do(self, function, args, async_op):
         if async_op:
-            return start(function, self._handle, args, None)
+            return start(function, self._handle, args, None, self.model.group)
         check(function(self._handle, *args, None))
         return None
 

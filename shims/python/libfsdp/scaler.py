@@ -79,6 +79,9 @@ class ShardedGradScaler:
             raise InvalidArgument("the scaler is closed")
         return handle
 
+    def __reduce__(self):
+        raise TypeError("a libfsdp.ShardedGradScaler can't be copied or pickled: store its state_dict()")
+
     def info(self):
         """A ScalerInfo."""
         info = abi.fsdp_scaler_info()

@@ -73,6 +73,11 @@ class Store:
             raise InvalidArgument("the store is closed")
         return handle
 
+    def __reduce__(self):
+        raise TypeError(
+            "a libfsdp.Store can't be copied or pickled: it is this process's connection; make one in each process"
+        )
+
     def set(self, key, value):
         """Set `key` (at most 255 bytes) to `value` (bytes or a str, at most 64 KiB)."""
         if isinstance(value, str):

@@ -14,14 +14,16 @@ import functools
 import sys
 import threading
 import time
+import weakref
 from ctypes import CFUNCTYPE, byref, c_int32, c_void_p, py_object
 
 from . import abi
-from .errors import Pending, check, from_info, last
-from .handle import Handle
+from .errors import InvalidArgument, Pending, check, from_info, last
+from .handle import Handle, real
 
 lib = abi.lib
 SLICE_MS = 100
+_ENDLESS = 1e9  # seconds that nobody waits
 _keep = ctypes.PYFUNCTYPE(None, py_object)(("Py_IncRef", ctypes.pythonapi))
 _main_thread = threading.main_thread().ident
 _get_ident = threading.get_ident
@@ -33,16 +35,21 @@ class Work:
     result  what the call gives: its output array, or None where this rank gets none. Defined once `wait` has returned.
     """
 
-    __slots__ = ("_handle", "_arrays", "_failure", "_complete", "_callbacks", "_lock", "result", "__weakref__")
+    __slots__ = ("_handle", "_arrays", "_group", "_failure", "_complete", "_callbacks", "_lock", "result", "__weakref__")
 
-    def __init__(self, handle, arrays, result):
+    def __init__(self, handle, arrays, result, group):
         self._handle = Handle(handle, lib.fsdp_work_release)
+        self._group = weakref.ref(group)
         self._arrays = arrays
         self._failure = None
         self._complete = False
         self._callbacks = None
         self._lock = threading.Lock()
         self.result = result
+        _started.add(self)
+
+    def __reduce__(self):
+        raise TypeError("a libfsdp.Work can't be copied or pickled: it is one operation of this process; wait() for it here")
 
     def test(self):
         """Whether the operation is complete, successfully or not. Never blocks, never raises its failure."""
@@ -56,14 +63,19 @@ class Work:
     def wait(self, timeout=None):
         """Wait until the operation is complete, and return its `result`.
 
-        timeout: seconds; None: as long as the group's own timeout allows. Raises Pending, a TimeoutError, when
+        timeout: seconds; 0: only look; None or infinite: as long as the group's own timeout allows. Raises Pending, a TimeoutError, when
         `timeout` passes first (the operation goes on; wait again), else what the operation failed with: Mismatch,
         Timeout, PeerLost, Aborted, ... After a KeyboardInterrupt the operation goes on too.
         """
-        if timeout is not None and not isinstance(timeout, (int, float)):
-            raise TypeError(f"timeout: {timeout!r} is not a number of seconds")
+        deadline = None
+        if timeout is not None:
+            seconds = real(timeout, "timeout")
+            if seconds != seconds:
+                raise InvalidArgument("timeout: NaN is no number of seconds")
+            if seconds < _ENDLESS:
+                deadline = time.monotonic() + seconds
         if not self._complete:
-            status = self._wait(None if timeout is None else time.monotonic() + timeout)
+            status = self._wait(deadline)
             if status == abi.FSDP_ERR_PENDING:
                 raise Pending(f"the operation is not complete after {timeout} s; it goes on")
             self._finish(status)
@@ -144,18 +156,18 @@ class Work:
         if exiting():
             keep(self._arrays)
         elif not self.test():
-            _abandoned.append((self._handle, self._arrays))
+            _abandoned.append((self._handle, self._arrays, self._group))
 
 
-def start(function, group, arguments, result):
-    """Start an operation: `function(group, *arguments, &work)`; the arguments are what must stay alive."""
+def start(function, handle, arguments, result, group):
+    """Start an operation of `group`: `function(handle, *arguments, &work)`; the arguments are what must stay alive."""
     if _abandoned:
         _drop_complete()
-    handle = c_void_p()
-    status = function(group, *arguments, byref(handle))
+    work = c_void_p()
+    status = function(handle, *arguments, byref(work))
     if status:
         raise last(status)
-    return Work(handle, arguments, result)
+    return Work(work, arguments, result, group)
 
 
 # ---- Callbacks -------------------------------------------------------------------------------------------------------
@@ -174,18 +186,25 @@ def _on_done(status, key):
 
 # ---- Works that nobody waits for -------------------------------------------------------------------------------------
 
-_abandoned = []  # (handle, arrays)
+_started = weakref.WeakSet()  # the Works that somebody holds
+_abandoned = []  # (handle, arrays, group) of those that nobody does
 
 
 def _drop_complete():
-    pending = []
+    going_on = []
     while _abandoned:
         entry = _abandoned.pop()
         done = c_int32()
-        lib.fsdp_work_test(entry[0], byref(done))
-        if not done.value:
-            pending.append(entry)
-    _abandoned.extend(pending)
+        status = lib.fsdp_work_test(entry[0], byref(done))  # FORKED in a child: nothing is pending here
+        if not done.value and not status:
+            going_on.append(entry)
+    _abandoned.extend(going_on)
+
+
+def pending():
+    """The groups of operations that are not complete: a list with an entry for each, None where the group is gone."""
+    _drop_complete()
+    return [work._group() for work in list(_started) if not work.test()] + [entry[2]() for entry in _abandoned]
 
 
 def _keep_for_ever():
