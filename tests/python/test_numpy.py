@@ -5,7 +5,7 @@ import pytest
 from conftest import ROOT, launch
 
 import libfsdp
-from libfsdp.numpy import SGD, Adam, Linear, ReLU, Sequential, Tanh, fully_shard, softmax_cross_entropy
+from libfsdp.numpy import SGD, Adam, Layer, Linear, ReLU, Sequential, Tanh, fully_shard, softmax_cross_entropy
 
 
 def net(dtype="float64", seed=3):
@@ -188,10 +188,224 @@ def test_what_can_not_be_sharded_is_named():
     with pytest.raises(ValueError, match="^frozen: 'nope'"):
         fully_shard(net(), frozen=["nope"])
     model = fully_shard(net())
-    with pytest.raises(ValueError, match="sharded already"):
-        fully_shard(model)
+    inner = model.layer
+    for again in (model, inner, Sequential(model), Sequential(Tanh(), inner), inner.layers[0], inner.layers[0].layer):
+        with pytest.raises(ValueError, match="sharded already"):
+            fully_shard(again)
     with pytest.raises(TypeError):
         fully_shard(net(), reshard=True)
+
+
+# ---- Shards that are written at other times --------------------------------------------------------------------------
+
+
+def written_shards(group, options):
+    """Losses of a training that looks and writes between its steps, which plain NumPy gives as well."""
+
+    def losses(model):
+        x, labels = batch()
+        optimizer = SGD(model.parameters(), 0.3)
+        seen = []
+
+        def loss():
+            return softmax_cross_entropy(model.forward(x), labels)
+
+        averages = [parameter.value.copy() for parameter in model.parameters()]
+        for turn in range(4):
+            value, slope = loss()
+            model.backward(slope)
+            seen += [value, loss()[0]]  # forward between backward and step
+            optimizer.step()
+            model.zero_grad()
+            if turn == 1:
+                checkpoint = [parameter.value.copy() for parameter in model.parameters()]
+            held = [parameter.value.copy() for parameter in model.parameters()]
+            for parameter, average in zip(model.parameters(), averages):
+                average[...] = 0.7 * average + 0.3 * parameter.value
+                parameter.value[...] = average  # averages in place of the weights
+            seen.append(loss()[0])
+            for parameter, weights in zip(model.parameters(), held):
+                parameter.value[...] = weights
+        seen.append(loss()[0])
+        for parameter, weights in zip(model.parameters(), checkpoint):
+            parameter.value[...] = weights  # a checkpoint, after a forward
+        seen.append(loss()[0])
+        return seen
+
+    expected = losses(net())
+    assert len(set(expected)) > 8
+    np.testing.assert_allclose(losses(fully_shard(net(), group, **options)), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"private_unshard": True}])
+def test_forward_sees_what_the_shards_hold(ranks, n, options):
+    ranks(n, written_shards, options)
+
+
+def checkpoint_read_as_whole(group):
+    model = fully_shard(net(), group)
+    model.forward(batch()[0])
+    for parameter in model.parameters():
+        parameter.value[...] = 0.25
+    assert all((value == 0.25).all() for value in model.full_parameters().values())
+    for parameter in model.parameters():
+        parameter.value[...] = 0.5
+    with model.unsharded():
+        assert (model.units()[1]["2.0.weight"].full.numpy() == 0.5).all()
+    group.barrier()
+
+
+def test_whole_parameters_see_what_the_shards_hold(ranks):
+    ranks(2, checkpoint_read_as_whole)
+
+
+# ---- Layers in layers ------------------------------------------------------------------------------------------------
+
+
+class Residual(Layer):
+    """Holds a layer as an attribute; lists it under a name of its own when `named`."""
+
+    def __init__(self, inner, named=False):
+        super().__init__()
+        self.inner, self.named = inner, named
+
+    def forward(self, x):
+        return x + self.inner.forward(x)
+
+    def backward(self, dy):
+        return dy + self.inner.backward(dy)
+
+    def parameters(self, prefix=""):
+        return self.inner.parameters(prefix + "res.") if self.named else super().parameters(prefix)
+
+
+class Scaled(Layer):
+    """Parameters of its own, and layers in a list and in a dict."""
+
+    def __init__(self, rng):
+        super().__init__()
+        self.params["scale"] = rng.normal(size=5)
+        self.many = [Linear(5, 5, rng=rng, dtype="float64"), Tanh()]
+        self.more = {"last": Residual(Linear(5, 5, rng=rng, dtype="float64"))}
+
+    def forward(self, x):
+        self._x = x
+        y = x * self.params["scale"]
+        for layer in self.many:
+            y = layer.forward(y)
+        return self.more["last"].forward(y)
+
+    def backward(self, dy):
+        dy = self.more["last"].backward(dy)
+        for layer in reversed(self.many):
+            dy = layer.backward(dy)
+        self._add_grad("scale", (dy * self._x).sum(axis=0))
+        return dy * self.params["scale"]
+
+
+def nested():
+    rng = np.random.default_rng(8)
+    return Sequential(
+        Residual(Linear(5, 5, rng=rng, dtype="float64"), named=True),
+        Scaled(rng),
+        Linear(5, 3, rng=rng, dtype="float64"),
+    )
+
+
+NESTED = [
+    *("0.res.weight", "0.res.bias", "1.scale", "1.many.0.weight", "1.many.0.bias"),
+    *("1.more.last.inner.weight", "1.more.last.inner.bias", "2.weight", "2.bias"),
+]
+
+
+def layers_in_layers(group, reshard):
+    plain = nested()
+    assert [parameter.name for parameter in plain.parameters()] == NESTED
+    expected = train(plain, None, "adam", 1)
+    model = fully_shard(nested(), group, reshard_after_forward=reshard)
+    assert [parameter.name for parameter in model.parameters()] == NESTED and len(model.units()) == 5
+    memory = model.model.memory()
+    if group.size > 1:
+        assert all(len(p.value) < len(expected[p.name]) for p in model.parameters())
+    assert memory.total_parameters == sum(value.nbytes for value in expected.values())
+    got = train(model, group, "adam", 2)
+    assert list(got) == NESTED
+    for name, value in expected.items():
+        np.testing.assert_allclose(got[name], value, rtol=0, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("n, reshard", [(1, True), (2, True), (2, False), (3, True)])
+def test_layers_in_layers_are_sharded_too(ranks, n, reshard):
+    ranks(n, layers_in_layers, reshard)
+
+
+def test_zero_grad_reaches_layers_in_layers():
+    model = nested()
+    x, labels = batch()
+    model.backward(softmax_cross_entropy(model.forward(x), labels)[1])
+    assert all(parameter.grad() is not None for parameter in model.parameters())
+    model.zero_grad()
+    assert all(parameter.grad() is None for parameter in model.parameters())
+
+
+def test_frozen_by_the_names_that_parameters_gives():
+    assert [p.name for p in fully_shard(nested(), frozen="0.res.bias").parameters()] == NESTED[:1] + NESTED[2:]
+    assert fully_shard(nested(), frozen=True).parameters() == []
+    assert len(fully_shard(nested(), frozen=False).parameters()) == len(NESTED)
+
+
+class Hidden(Layer):
+    """Layers where nobody finds them, listed or not."""
+
+    def __init__(self, inner, box, lists=True):
+        super().__init__()
+        self.box, self.lists = box(inner), lists
+        self.inner = lambda: inner
+
+    def parameters(self, prefix=""):
+        return self.inner().parameters(prefix + "inner.") if self.lists else []
+
+
+def one_array():
+    first, second = Linear(4, 4), Linear(4, 4)
+    second.params["weight"] = first.params["weight"]
+    return Sequential(first, second)
+
+
+def one_name():
+    rng = np.random.default_rng(0)
+    model = Sequential(Linear(4, 4, rng=rng), Linear(4, 4, rng=rng))
+    model.parameters = lambda prefix="": [p for layer in model.layers for p in layer.parameters()]
+    return model
+
+
+def twice():
+    layer = Linear(4, 4)
+    return Sequential(layer, Residual(layer))
+
+
+@pytest.mark.parametrize(
+    "make, says",
+    [
+        (lambda: Sequential(Hidden(Linear(2, 2), lambda inner: None)), "'0.inner.weight', '0.inner.bias' would stay whole"),
+        (lambda: Sequential(Hidden(Linear(2, 2), lambda inner: [[inner]])), "'0.inner.weight'.* would stay whole"),
+        (lambda: Hidden(Linear(2, 2), lambda inner: (1, inner)), "outermost layer holds layers in a tuple, 'box'"),
+        (lambda: Hidden(Linear(2, 2), lambda inner: inner, False), "does not list 'weight' of 'box'.*frozen"),
+        (twice, "the same Linear is at '0' and at '1.inner'"),
+        (one_array, "'0.weight' and '1.weight' are one array"),
+        (one_name, "two of the name 'weight'"),
+    ],
+)
+def test_no_parameter_stays_whole_without_a_word(make, says):
+    model = make()
+    with pytest.raises(libfsdp.InvalidArgument, match=f"^layer: .*{says}"):
+        fully_shard(model)
+
+
+def test_linear_has_the_same_weights_everywhere_unless_told():
+    first, second = Linear(4, 3), Linear(4, 3, rng=np.random.default_rng(0))
+    np.testing.assert_array_equal(first.params["weight"], second.params["weight"])
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "shims" / "python" / "examples").glob("*.py")), ids=lambda p: p.name)

@@ -1,8 +1,10 @@
 """Memory of the library in Python: views without a copy, capsules of both ages, and each deleter called exactly once."""
 
+import copy
 import ctypes
 import gc
 import math
+import pickle
 import subprocess
 import sys
 
@@ -11,6 +13,7 @@ import pytest
 from conftest import environment
 
 import libfsdp
+import libfsdp.numpy
 from libfsdp import abi
 from libfsdp import tensor as tensor_module
 from libfsdp.borrow import borrow
@@ -339,3 +342,83 @@ late = Late()
         [sys.executable, "-X", "dev", "-c", code], env=environment(), capture_output=True, text=True, timeout=30
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---- Copies ----------------------------------------------------------------------------------------------------------
+
+
+def of_others():
+    return libfsdp.from_dlpack(np.arange(6, dtype="float32").reshape(2, 3))
+
+
+def of_the_library():
+    return libfsdp.copy(of_others(), libfsdp.zeros((2, 3)))
+
+
+@pytest.mark.parametrize("make", [of_others, of_the_library])
+def test_a_copy_shares_and_a_deep_copy_does_not(make):
+    first = make()
+    shallow, deep = copy.copy(first), copy.deepcopy(first)
+    assert shallow.data_ptr == first.data_ptr != deep.data_ptr
+    first.numpy()[0, 0] = 9
+    del first
+    gc.collect()
+    again = copy.copy(shallow)
+    del shallow
+    gc.collect()
+    assert again.numpy().tolist() == [[9, 1, 2], [3, 4, 5]]
+    assert deep.numpy().tolist() == [[0, 1, 2], [3, 4, 5]] and deep.dtype == "float32"
+
+
+def test_a_copy_of_a_units_tensor():
+    unit = libfsdp.Model(libfsdp.Group.single()).unit("u", {"w": np.arange(4, dtype="float32")})
+    shallow = copy.copy(unit["w"].shard)
+    unit["w"].shard.numpy()[0] = 7
+    del unit
+    gc.collect()
+    assert copy.copy(shallow).numpy().tolist() == [7, 1, 2, 3]
+
+
+def test_what_can_not_be_copied_says_what_to_do():
+    group = libfsdp.Group.single()
+    unit = libfsdp.Model(group).unit("u", {"w": np.arange(4, dtype="float32")})
+    work = group.barrier(async_op=True)
+    scaler = libfsdp.ShardedGradScaler(group)
+    net = libfsdp.numpy.fully_shard(libfsdp.numpy.Sequential(libfsdp.numpy.Linear(3, 2)))
+    for thing, says in [
+        (group, "split"),
+        (unit.model, "make another"),
+        (unit, "make another"),
+        (unit["w"], "shard.numpy"),
+        (work, "wait"),
+        (scaler, "state_dict"),
+        (net, "before fully_shard"),
+        (net.layer.layers[0], "before fully_shard"),
+        (group._handle, "once"),
+    ]:
+        for how in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=f"can't be copied or pickled: .*{says}"):
+                how(thing)
+    with pytest.raises(TypeError, match="pickle its .numpy"):
+        pickle.dumps(unit["w"].shard)
+    work.wait()
+
+
+def test_from_dlpack_says_what_is_wrong():
+    class Silent:
+        def __dlpack_device__(self):
+            return None
+
+        def __dlpack__(self, **keywords):
+            return None
+
+    class Wrong(Silent):
+        def __dlpack_device__(self):
+            return 1, 0
+
+    with pytest.raises(libfsdp.InvalidArgument, match="^array: Silent.__dlpack_device__ gave no device"):
+        libfsdp.from_dlpack(Silent())
+    with pytest.raises(libfsdp.InvalidArgument, match="^array: Wrong.__dlpack__ gave no unconsumed"):
+        libfsdp.from_dlpack(Wrong())
+    with pytest.raises(TypeError, match="^array: a bytearray has no __dlpack__"):
+        libfsdp.from_dlpack(bytearray(4))

@@ -2,7 +2,7 @@
 
 It trains real models, on one process or several, and it is the example of how a host adapts. All there is to it:
 
-  1. One unit for each layer that has parameters, made from their whole values. The layer's parameters then become views
+  1. One unit for each layer that has parameters of its own, made from their whole values. The layer's parameters then become views
      of the unit's full parameters (`ShardedLayer.__init__`). They keep their addresses, so that happens once.
   2. The four hooks around the layer's forward and backward (`ShardedLayer.forward`, `.backward`).
   3. `model.finish_backward()` when backward is over (`FullySharded.backward`).
@@ -29,7 +29,7 @@ import numpy as np
 
 from .errors import InvalidArgument
 from .group import Group
-from .model import Model
+from .model import Model, frozen_names
 
 # ---- Layers ----------------------------------------------------------------------------------------------------------
 
@@ -48,7 +48,12 @@ class Layer:
     loss's gradient by x, from that by y, and adds those by the parameters to `grads`.
 
     params  {name: array}     grads  {name: array}, for those that have one
+
+    Layers that are attributes of it, or stand in a list or dict that is one, belong to it: `parameters` and `zero_grad`
+    go through them, and `fully_shard` shards them.
     """
+
+    in_unit = False  # whether fully_shard has taken it
 
     def __init__(self):
         self.params = {}
@@ -62,13 +67,17 @@ class Layer:
 
     def parameters(self, prefix=""):
         """A list of Parameter, with dotted names."""
-        return [
+        own = [
             Parameter(prefix + name, value, lambda name=name: self.grads.get(name))
             for name, value in self.params.items()
         ]
+        inner = [parameter for name, home, key in _inner(self) for parameter in home[key].parameters(f"{prefix}{name}.")]
+        return own + inner
 
     def zero_grad(self):
         self.grads.clear()
+        for _, home, key in _inner(self):
+            home[key].zero_grad()
 
     def _add_grad(self, name, gradient):
         held = self.grads.get(name)
@@ -78,14 +87,28 @@ class Layer:
             held += gradient
 
 
+def _inner(layer):
+    """Where a layer holds others: (name, home, key) for each, with home[key] the layer. A Sequential's are named 0, 1, ..."""
+    for name, value in list(vars(layer).items()):
+        if isinstance(value, Layer):
+            yield name, vars(layer), name
+        elif isinstance(value, (list, dict)):
+            prefix = "" if isinstance(layer, Sequential) and name == "layers" else name + "."
+            for key, item in enumerate(value) if isinstance(value, list) else list(value.items()):
+                if isinstance(item, Layer):
+                    yield f"{prefix}{key}", value, key
+
+
 class Linear(Layer):
     """y = x @ weight.T + bias. x (batch, inputs), y (batch, outputs), weight (outputs, inputs), bias (outputs).
 
-    rng: a numpy.random.Generator; weights are uniform in +-1/sqrt(inputs).
+    rng: a numpy.random.Generator; weights are uniform in +-1/sqrt(inputs). None: one of seed 0, so that all ranks have
+    the same.
     """
 
-    def __init__(self, inputs, outputs, *, rng, bias=True, dtype="float32"):
+    def __init__(self, inputs, outputs, *, rng=None, bias=True, dtype="float32"):
         super().__init__()
+        rng = np.random.default_rng(0) if rng is None else rng
         bound = 1 / np.sqrt(inputs)
         self.params["weight"] = rng.uniform(-bound, bound, (outputs, inputs)).astype(dtype)
         if bias:
@@ -141,17 +164,6 @@ class Sequential(Layer):
         for layer in reversed(self.layers):
             dy = layer.backward(dy)
         return dy
-
-    def parameters(self, prefix=""):
-        return [
-            parameter
-            for index, layer in enumerate(self.layers)
-            for parameter in layer.parameters(f"{prefix}{index}.")
-        ]
-
-    def zero_grad(self):
-        for layer in self.layers:
-            layer.zero_grad()
 
 
 def softmax_cross_entropy(logits, labels):
@@ -215,17 +227,23 @@ class Adam:
 
 
 class ShardedLayer(Layer):
-    """A layer whose parameters are a unit of libfsdp."""
+    """A layer whose own parameters are a unit of libfsdp.
 
-    def __init__(self, layer, model, name, frozen):
+    names: {key in layer.params: full name}.
+    """
+
+    def __init__(self, layer, model, name, names, frozen):
         super().__init__()
         self.layer = layer
-        names = {f"{name}.{key}" if name else key: key for key in layer.params}
-        whole = {full_name: layer.params[key] for full_name, key in names.items()}
-        self.unit = model.unit(name or "root", whole, frozen=[full_name for full_name in names if full_name in frozen])
+        whole = {full_name: layer.params[key] for key, full_name in names.items()}
+        self.unit = model.unit(name or "root", whole, frozen=[full_name for full_name in whole if full_name in frozen])
+        self._keys = {full_name: key for key, full_name in names.items()}
         for param in self.unit:
-            layer.params[names[param.name]] = param.full.numpy()  # this memory, from here on
-        self._keys = names
+            layer.params[self._keys[param.name]] = param.full.numpy()  # this memory, from here on
+        layer.in_unit = True
+
+    def __reduce__(self):
+        raise _copied(self)
 
     def forward(self, x):
         self.unit.pre_forward()
@@ -241,24 +259,46 @@ class ShardedLayer(Layer):
         return dx
 
     def parameters(self, prefix=""):
-        return [
+        own = [
             Parameter(prefix + self._keys[param.name], param.shard.numpy(), lambda grad=param.grad.numpy(): grad)
             for param in self.unit
             if not param.frozen
         ]
+        inner = [
+            parameter
+            for name, home, key in _inner(self.layer)
+            for parameter in home[key].parameters(f"{prefix}{name}.")
+        ]
+        return own + inner
 
     def zero_grad(self):
         raise InvalidArgument("zero_grad: call that of the whole FullySharded layer")
 
 
 class FullySharded(Layer):
-    """A layer, or layers, sharded over a group: made by `fully_shard`, used like the layer that it was made from."""
+    """A layer, or layers, sharded over a group: made by `fully_shard`, used like the layer that it was made from.
 
-    def __init__(self, layer, model):
+    The shards are this rank's to write at any time outside forward and backward: by an optimizer's step, from a
+    checkpoint, swapped for averages and back (`parameter.value[...] = ...`). Each forward, `unsharded` and
+    `full_parameters` see what the shards hold then, on all ranks; backward uses what its forward used. Writing to the
+    whole parameters, a layer's `params`, changes no shard and is dropped.
+
+    It can't be copied or pickled: copy the layers before `fully_shard`, or store `full_parameters()`.
+    """
+
+    def __init__(self, layer, model, sharded, names):
         super().__init__()
         self.layer, self.model = layer, model
+        self._sharded, self._names = sharded, names
+        self._whole = False  # inside `unsharded`
+
+    def __reduce__(self):
+        raise _copied(self)
 
     def forward(self, x):
+        if not self.model.reshard_after_forward and not self._whole:
+            for unit in self.units():  # still full after a forward that no backward followed; the shards may have changed
+                unit.reshard()
         return self.layer.forward(x)
 
     def backward(self, dy):
@@ -268,7 +308,12 @@ class FullySharded(Layer):
 
     def parameters(self, prefix=""):
         """This rank's shards, for its optimizer. Frozen parameters are not among them."""
-        return self.layer.parameters(prefix)
+        params = {param.name: param for unit in self.units() for param in unit}
+        return [
+            Parameter(prefix + name, params[name].shard.numpy(), lambda grad=params[name].grad.numpy(): grad)
+            for name in self._names
+            if not params[name].frozen
+        ]
 
     def zero_grad(self):
         self.model.zero_grad()
@@ -285,11 +330,11 @@ class FullySharded(Layer):
             unit.unshard()
             values |= {param.name: param.full.numpy().copy() for param in unit}
             unit.reshard()
-        return values
+        return {name: values[name] for name in self._names}
 
     def units(self):
-        """The units, in the order of forward."""
-        return list(_units(self.layer))
+        """The units, in the order in which the layers stand in the model."""
+        return [sharded.unit for sharded in self._sharded]
 
     @contextlib.contextmanager
     def unsharded(self):
@@ -297,45 +342,107 @@ class FullySharded(Layer):
         units = self.units()
         for unit in units:
             unit.unshard()
+        self._whole = True
         try:
             yield self
         finally:
+            self._whole = False
             for unit in units:
                 unit.reshard()
 
 
-def _units(layer):
-    if isinstance(layer, ShardedLayer):
-        yield layer.unit
-    elif isinstance(layer, Sequential):
-        for child in layer.layers:
-            yield from _units(child)
+def _copied(layer):
+    return TypeError(
+        f"a {type(layer).__name__} layer can't be copied or pickled: its memory is shared between ranks; copy the layers "
+        "before fully_shard, or store full_parameters()"
+    )
 
 
 def fully_shard(layer, group=None, *, frozen=(), **options):
     """Shard `layer` over `group` and return a FullySharded layer in its place; None: a group of this process alone.
 
-    Every layer with parameters, inside Sequential ones too, becomes one unit. Collective: all ranks give equal layers.
-    `frozen` names parameters that are not trained, as `parameters()` names them ("0.weight"). Other options as for
-    `libfsdp.Model`: reshard_after_forward, private_unshard, gradient_divisor.
+    Every layer with parameters of its own becomes one unit, also inside others, however deep (see Layer). Collective:
+    all ranks give equal layers. `frozen` names parameters that are not trained, as `parameters()` names them
+    ("0.weight"); True: all. Other options as for `libfsdp.Model`: reshard_after_forward, private_unshard,
+    gradient_divisor.
+
+    Raises InvalidArgument for a layer that is sharded already, one that stands in two places, and for parameters that
+    are listed by `parameters()` but not found in a layer's `params`, or the other way round.
     """
-    if isinstance(layer, (FullySharded, ShardedLayer)):
-        raise InvalidArgument("layer: it is sharded already")
     if not isinstance(layer, Layer):
         raise TypeError(f"layer: {type(layer).__name__} is not a libfsdp.numpy.Layer")
-    known = {parameter.name for parameter in layer.parameters()}
-    for name in frozen:
-        if name not in known:
-            raise InvalidArgument(f"frozen: {name!r} is none of {', '.join(sorted(known))}")
+    outermost = {"": layer}
+    found = _find(outermost)
+    listed = layer.parameters()
+    names = _names(found, listed)
+    order = [parameter.name for parameter in listed]
+    frozen = frozen_names(frozen, order)
     model = Model(Group.single() if group is None else group, **options)
-    return FullySharded(_shard(layer, model, "", frozenset(frozen)), model)
+    sharded = []
+    for place, home, key, inner in found:
+        if inner.params:
+            home[key] = ShardedLayer(inner, model, place, names[place], frozen)
+            sharded.append(home[key])
+    return FullySharded(outermost[""], model, sharded, order)
 
 
-def _shard(layer, model, name, frozen):
-    if isinstance(layer, Sequential):
-        layer.layers = [
-            _shard(child, model, f"{name}.{index}" if name else str(index), frozen)
-            for index, child in enumerate(layer.layers)
-        ]
-        return layer
-    return ShardedLayer(layer, model, name, frozen) if layer.params else layer
+def _find(outermost):
+    """All layers, as (place, home, key, layer): home[key] is the layer, place its dotted name, "" the outermost one's."""
+    found, places = [], {}
+
+    def look(place, home, key, layer):
+        if isinstance(layer, (FullySharded, ShardedLayer)):
+            raise InvalidArgument(f"layer: {_at(place)} is sharded already")
+        if layer.in_unit:
+            raise InvalidArgument(f"layer: {_at(place)} is sharded already, as part of another FullySharded layer")
+        if id(layer) in places:
+            raise InvalidArgument(
+                f"layer: the same {type(layer).__name__} is at {_at(places[id(layer)])} and at {_at(place)}; a layer "
+                "can be sharded in one place only"
+            )
+        places[id(layer)] = place
+        found.append((place, home, key, layer))
+        for name, value in vars(layer).items():
+            if isinstance(value, (tuple, set, frozenset)) and any(isinstance(item, Layer) for item in value):
+                raise InvalidArgument(
+                    f"layer: {_at(place)} holds layers in a {type(value).__name__}, {name!r}; put them in a list"
+                )
+        for name, inner_home, inner_key in _inner(layer):
+            look(f"{place}.{name}" if place else name, inner_home, inner_key, inner_home[inner_key])
+
+    look("", outermost, "", outermost[""])
+    return found
+
+
+def _at(place):
+    return repr(place) if place else "the outermost layer"
+
+
+def _names(found, listed):
+    """{place: {key of the layer's params: name by parameters()}}: all that is listed must be found, and once."""
+    by_array, by_name = {}, {}
+    for parameter in listed:
+        if parameter.name in by_name:
+            raise InvalidArgument(f"layer: parameters() lists two of the name {parameter.name!r}; use its prefix")
+        if id(parameter.value) in by_array:
+            other = by_array[id(parameter.value)]
+            raise InvalidArgument(f"layer: {other!r} and {parameter.name!r} are one array, which can't be sharded twice")
+        by_array[id(parameter.value)] = by_name[parameter.name] = parameter.name
+    names = {}
+    for place, _, _, layer in found:
+        names[place] = {}
+        for key, value in layer.params.items():
+            name = by_array.pop(id(value), None)
+            if name is None:
+                raise InvalidArgument(
+                    f"layer: parameters() does not list {key!r} of {_at(place)}; list it, and name it in `frozen` if it "
+                    "is not to be trained"
+                )
+            names[place][key] = name
+    if by_array:
+        raise InvalidArgument(
+            f"layer: {', '.join(map(repr, by_array.values()))} would stay whole on every rank: parameters() lists it, but "
+            "it is in no layer's `params`, or in a layer that is neither an attribute of another nor in a list or dict "
+            "that is one"
+        )
+    return names
