@@ -1,5 +1,7 @@
 """The NumPy host: its layers against finite differences, and sharded training against one process."""
 
+import re
+
 import numpy as np
 import pytest
 from conftest import ROOT, launch
@@ -414,6 +416,19 @@ def test_examples_run(example, n):
     done = launch(n, example)
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+README = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("index", range(len(README)))
+def test_the_readme_runs_as_printed(tmp_path, index):
+    if "import torch" in README[index]:
+        pytest.importorskip("torch")
+    path = tmp_path / "readme.py"
+    path.write_text(README[index])
+    done = launch(2, path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_demo_holds():
