@@ -911,9 +911,11 @@ static void in_child(fsdp_group *group, fsdp_work *work, fsdp_model *model, fsdp
     data[2] = 5;
     OK(fsdp_all_reduce(own, t, crew_tensor(sum, F32, 4), FSDP_SUM, NULL));
     CHECK(sum[2] == 5, "sum is %g", (double)sum[2]);
+#ifndef __SANITIZE_THREAD__ /* knows no thread that begins in a child of a process with threads */
     OK(fsdp_barrier(own, &w));
     OK(fsdp_work_wait(w, -1));
     fsdp_work_release(w);
+#endif
     fsdp_group_release(own);
 }
 
@@ -932,7 +934,7 @@ static void with_children(int rank)
     DLManagedTensorVersioned *full = NULL;
     OK(fsdp_unit_param_full(unit, 0, &full));
     /* A progress thread of each lane, both asleep, and an operation under way. */
-    float *data = crew_floats(64, 1), taken[4];
+    float *data = crew_floats(64, 1), given[4] = {0}, taken[4];
     fsdp_work *work = NULL, *message = NULL;
     OK(fsdp_barrier(group, &work));
     OK(fsdp_work_wait(work, -1));
@@ -943,7 +945,7 @@ static void with_children(int rank)
     } else {
         crew_await(0, 1);
         OK(reduce(group, data, 64, &work));
-        OK(fsdp_send(group, crew_tensor(data, F32, 4), 0, 4, &message));
+        OK(fsdp_send(group, crew_tensor(given, F32, 4), 0, 4, &message));
     }
     fflush(NULL);
     if (SANITIZED) crew_sleep_ms(100); /* its allocator does not survive a fork while another thread is in it */
@@ -1252,7 +1254,7 @@ static void come_and_go(int rank)
     fsdp_group_options options = crew_options(10000, 0);
     options.staging_bytes = 64 << 10;
     fsdp_group *parent = crew_group(rank, 2, &options);
-    float *data = crew_floats(50000, 1);
+    float *data = crew_floats(50000, 1), taken[2] = {0}; /* messages don't queue behind collectives */
     int fds = 0, maps = 0, tasks = 0;
     int rounds = SANITIZED ? 30 : 200;
     for (int i = 0; i < rounds + 20; i++) {
@@ -1266,7 +1268,7 @@ static void come_and_go(int rank)
         OK(fsdp_group_split(parent, 0, 0, NULL, &group));
         OK(reduce(group, data, 50000, NULL));
         OK(reduce(group, data, 4, &works[0]));
-        DLTensor *t = crew_tensor(data, F32, 2);
+        DLTensor *t = crew_tensor(taken, F32, 2);
         OK(rank ? fsdp_send(group, t, 0, 0, &works[1]) : fsdp_recv(group, t, 1, 0, &works[1]));
         fsdp_group_release(group);
         OK(fsdp_work_wait(works[0], -1)); /* handles outlive the group */

@@ -9,6 +9,7 @@
 
 #include <criterion/criterion.h>
 #include <math.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -68,7 +69,7 @@ static inline real narrow_value(enum dtype type, unsigned code)
  * the exponent went on, is where rounding to infinity (or to e4m3fn's NaN) begins to be nearer. */
 static inline unsigned narrow_encode(enum dtype type, real x)
 {
-    static real *values[DTYPE_COUNT];
+    static real *_Atomic tables[DTYPE_COUNT];
     int e = 0, m = 0;
     narrow_bits(type, &e, &m);
     unsigned sign = (signbit(x) ? 1u : 0u) << (e + m);
@@ -77,21 +78,26 @@ static inline unsigned narrow_encode(enum dtype type, real x)
     if (isnan(x)) return sign | (type == DTYPE_F8E4M3FN ? 0x7f : beyond + 1);
     x = fabsl(x);
     if (isinf(x)) return sign | beyond;
-    if (!values[type]) {
-        values[type] = malloc((beyond + 1) * sizeof(real));
-        for (unsigned code = 0; code < beyond; code++) values[type][code] = narrow_value(type, code);
-        values[type][beyond] = 2 * values[type][beyond - 1] - values[type][beyond - 2];
+    real *values = atomic_load(&tables[type]), *other = NULL;
+    if (!values) {
+        values = malloc((beyond + 1) * sizeof(real));
+        for (unsigned code = 0; code < beyond; code++) values[code] = narrow_value(type, code);
+        values[beyond] = 2 * values[beyond - 1] - values[beyond - 2];
+        if (!atomic_compare_exchange_strong(&tables[type], &other, values)) { /* ranks may be threads */
+            free(values);
+            values = other;
+        }
     }
-    if (x >= values[type][beyond]) return sign | beyond;
+    if (x >= values[beyond]) return sign | beyond;
     unsigned low = 0, high = beyond; /* values[low] <= x < values[high] */
     while (high - low > 1) {
         unsigned middle = (low + high) / 2;
-        if (values[type][middle] <= x)
+        if (values[middle] <= x)
             low = middle;
         else
             high = middle;
     }
-    real below = x - values[type][low], above = values[type][high] - x;
+    real below = x - values[low], above = values[high] - x;
     return sign | (below < above || (below == above && low % 2 == 0) ? low : high);
 }
 
