@@ -535,7 +535,8 @@ FSDP_API fsdp_status fsdp_unit_param_full(fsdp_unit *unit, int32_t index, DLMana
 FSDP_API fsdp_status fsdp_unit_param_grad(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **tensor);
 
 /* The first three hooks. Before the unit's forward: as fsdp_unit_unshard. What the optimizer, a checkpoint or the host
- * itself wrote to the shards before is seen. */
+ * itself wrote to the shards before is seen; but a unit that is still full (kept so after forward, or unsharded by
+ * hand) stays as it is until it is resharded, which fsdp_model_finish_backward does. */
 FSDP_API fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit);
 /* After it: as fsdp_unit_reshard, unless the model keeps parameters full after forward. */
 FSDP_API fsdp_status fsdp_unit_post_forward(fsdp_unit *unit);

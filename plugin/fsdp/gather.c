@@ -146,7 +146,7 @@ fsdp_status unit_unshard(fsdp_unit *unit, int reuse, fsdp_work **handle)
         return FSDP_OK;
     }
     TRY(unit_reshard(unit)); /* shards that changed while the unit was unsharded */
-    if (unit->populated) os_drop_copies(unit->full, unit->full_mapped); /* what was written while it was sharded */
+    if (unit->has_region) os_drop_copies(unit->full, unit->full_mapped); /* what was written while it was sharded */
     count_unshard(unit, 1);
     unit->current = 1; /* from here on: the host may say that a shard changes before the work is done */
     fsdp_status status = unshard_begin(unit, handle);
