@@ -8,18 +8,6 @@
 #include <stdio.h>
 #include <string.h>
 
-uint64_t hash_bytes(uint64_t hash, const void *data, size_t bytes)
-{
-    const unsigned char *p = data;
-    for (size_t i = 0; i < bytes; i++) hash = (hash ^ p[i]) * 0x100000001b3u;
-    return hash;
-}
-
-uint64_t hash_number(uint64_t hash, uint64_t number)
-{
-    return hash_bytes(hash, &number, sizeof number);
-}
-
 static const char *reduce_name(int32_t op)
 {
     static const char *const names[] = {"sum", "avg", "prod", "min", "max", "band", "bor", "bxor"};

@@ -13,6 +13,7 @@
 #ifndef FSDP_GROUP_GROUP_H
 #define FSDP_GROUP_GROUP_H
 
+#include "base/hash.h"
 #include "base/os.h"
 #include "base/ref.h"
 #include "store/store.h"
@@ -196,9 +197,6 @@ fsdp_status op_run(fsdp_group *group, struct op *op);
 
 /* ---- calls */
 
-#define HASH_START 0xcbf29ce484222325u
-uint64_t hash_bytes(uint64_t hash, const void *data, size_t bytes); /* FNV-1a */
-uint64_t hash_number(uint64_t hash, uint64_t number);
 /* FSDP_OK when all ranks' headers of the exchange just made are equal; else MISMATCH naming two ranks and both
  * calls. */
 fsdp_status call_compare(fsdp_group *group);
