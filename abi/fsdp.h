@@ -114,6 +114,10 @@ enum {
     FSDP_OP_GRAD_NORM = 17,
     FSDP_OP_CLIP_GRAD_NORM = 18,
     FSDP_OP_UNSCALE = 19,
+    FSDP_OP_CREATE_MESH = 20,
+    FSDP_OP_CREATE_SLOT = 21,
+    FSDP_OP_REPLICATE_GRADS = 22,
+    FSDP_OP_SYNC_STATES = 23,
 };
 
 typedef int32_t fsdp_log_level;
@@ -470,88 +474,227 @@ typedef struct fsdp_collective {
  * must be zero (INVALID). */
 FSDP_API fsdp_status fsdp_coalesced(fsdp_group *group, const fsdp_collective *operations, int32_t n, fsdp_work **work);
 
+/* ---- Mesh -------------------------------------------------------------------------------------------------------- */
+
+/* A group's ranks as a grid of one or more named dimensions, row-major: rank = (c0 * n1 + c1) * n2 + c2 ...; so ranks
+ * that differ in the last dimension only are neighbours. For each dimension a rank has a sub-group: the ranks that
+ * share its coordinates in all others, in the order of their coordinate. */
+typedef struct fsdp_mesh fsdp_mesh;
+
+#define FSDP_MESH_MAX_DIMS 8
+
+/* ndim (1 to FSDP_MESH_MAX_DIMS) sizes, each 1 or more, whose product is the group's size; names: one for each
+ * dimension, different ("replicate", "shard"), 1 to 31 bytes. Collective over the group, with the same arguments
+ * (MISMATCH otherwise); the mesh keeps a reference to it. Errors also: INVALID (says which ranks a mesh of these sizes
+ * leaves out, or lacks). */
+FSDP_API fsdp_status fsdp_mesh_create(fsdp_group *group, int32_t ndim, const int64_t *sizes, const char *const *names,
+                                      fsdp_mesh **mesh);
+FSDP_API fsdp_status fsdp_mesh_retain(fsdp_mesh *mesh);
+FSDP_API void fsdp_mesh_release(fsdp_mesh *mesh);
+
+typedef struct fsdp_mesh_info {
+    size_t struct_size;
+    int32_t ndim;
+    int32_t rank; /* this rank's in the whole */
+    int32_t size;
+    int32_t reserved;
+    int64_t sizes[FSDP_MESH_MAX_DIMS];
+    int64_t coordinates[FSDP_MESH_MAX_DIMS]; /* of this rank */
+    char names[FSDP_MESH_MAX_DIMS][32];
+} fsdp_mesh_info;
+
+FSDP_API fsdp_status fsdp_mesh_query(fsdp_mesh *mesh, fsdp_mesh_info *info);
+
+/* This rank's sub-group of a dimension, or (name NULL) the whole; a new reference. Not collective. Errors: INVALID
+ * (names the dimensions there are). */
+FSDP_API fsdp_status fsdp_mesh_group(fsdp_mesh *mesh, const char *name, fsdp_group **group);
+
 /* ---- Fully sharded data parallelism ------------------------------------------------------------------------------ */
 
-/* A model is the root: the group that parameters are sharded over, and the state of the current iteration. A unit is
- * one all-gather group of parameters. The host calls, for every unit, in the same order on every rank:
+/* A model is the root: the ranks that parameters are sharded over, and the state of the current iteration. A unit is
+ * one all-gather group of parameters, of one module or several. The host calls, for every unit, in the same order on
+ * every rank:
  *
  *   pre_forward    parameters become full          post_forward   sharded again (if resharding after forward)
  *   pre_backward   full again                      post_backward  gradients reduced to the shards, sharded again
  *
  * and fsdp_model_finish_backward once backward is over; then its optimizer reads the sharded gradients and updates the
- * shards in place. Each call does nothing when there is nothing to do.
+ * shards in place. Each call does nothing when there is nothing to do. Units nest as modules do, a module may be called
+ * more than once before backward, and forward may run again inside backward (activation checkpointing): post_forward
+ * leaves a unit full whose backward has begun. Forward alone (evaluation) needs nothing else.
  *
  * Memory. A parameter's shard, full view and sharded gradient keep their addresses for the unit's life. The full view's
- * content is defined while the unit is unsharded. It is private to this rank (copy-on-write where it is shared):
- * writing it changes no other rank's. Resharding gives memory back only with private_unshard; shared memory is kept for
- * the next unshard. Tensors handed out keep their unit, its model, group and store alive until deleted.
+ * content is defined while the unit is unsharded. It is private to this rank (copy-on-write): writing it changes no
+ * other rank's, and what was written is dropped when the unit is unsharded again, see fsdp_unit_write_back. The memory behind full views is made
+ * of slots, which units take in turn: as many as are full at the same time, each as large as the largest unit that
+ * needed it; one set a host (in shared memory) or, with private_unshard, one for each rank. They are kept until the
+ * model goes. Tensors handed out keep their unit, its model, group and store alive until deleted.
  *
  * A call that has nothing to do (unsharding what is unsharded, or again before backward) does not communicate, so a
  * difference between ranks there is found at the next call that does. */
 typedef struct fsdp_model fsdp_model;
 typedef struct fsdp_unit fsdp_unit;
 
+/* How a unit's parameters lie on the model's ranks. */
+typedef int32_t fsdp_strategy;
+enum {
+    FSDP_STRATEGY_DEFAULT = 0,    /* a model's: FULL_SHARD; a unit's: its model's */
+    FSDP_FULL_SHARD = 1,          /* sharded over all ranks, also between forward and backward */
+    FSDP_SHARD_GRAD_OP = 2,       /* sharded over all ranks, full from forward to backward */
+    FSDP_NO_SHARD = 3,            /* whole on every rank; gradients are all-reduced, a unit at a time: a unit is what
+                                     DistributedDataParallel calls a bucket. Without a param_dtype the full parameter
+                                     is the shard: the same memory */
+    FSDP_HYBRID_SHARD = 4,        /* sharded over one dimension of a mesh, replicated over another */
+    FSDP_HYBRID_SHARD_GRAD_OP = 5 /* the same, full from forward to backward */
+};
+
+/* What post_forward does. */
+enum {
+    FSDP_RESHARD_NEVER = -1,
+    FSDP_RESHARD_DEFAULT = 0, /* what the strategy says */
+    FSDP_RESHARD_ALWAYS = 1,
+    /* n of 2 or more: reshard over groups of n neighbouring ranks, where n divides the ranks that parameters are
+     * sharded over: backward then gathers within such a group only. Where all of them share memory the parameters stay
+     * in their slot instead, which is less memory than n-th parts on every rank, and backward gathers nothing. */
+};
+
+/* Dtypes; all fields zero: as the host gives them. A zero DLDataType ({0, 0, 0}) is none. The shards, which the
+ * optimizer updates, always keep their own dtype. */
+typedef struct fsdp_precision {
+    size_t struct_size;
+    DLDataType param_dtype;  /* of full parameters, and so of computation and of gradients; none: the parameter's own */
+    DLDataType reduce_dtype; /* each rank's gradients are rounded to it before they travel; none: they travel as they
+                                come. Sums are in float32 (float64) whatever it is */
+    DLDataType output_dtype; /* of forward's outputs: see fsdp_unit_cast */
+    DLDataType buffer_dtype;
+    int32_t keep_low_precision_grads; /* 1: sharded gradients have reduce_dtype, or else param_dtype; 0: the shard's */
+    int32_t keep_inputs;              /* 1: forward's inputs are not cast to param_dtype */
+} fsdp_precision;
+
+/* When the unit that backward needs next is unsharded ahead. */
+typedef int32_t fsdp_backward_prefetch;
+enum {
+    FSDP_BACKWARD_NONE = 0,
+    FSDP_BACKWARD_PRE = 1,  /* in pre_backward, before this unit's gradients are computed: more overlap, more memory */
+    FSDP_BACKWARD_POST = 2, /* in post_backward, when this unit is sharded again */
+};
+
 typedef struct fsdp_model_options {
     size_t struct_size;
-    const char *name;                 /* for messages; NULL: "model" */
-    int32_t no_reshard_after_forward; /* 1: parameters stay full from forward to backward; 0: resharded in between */
-    int32_t private_unshard;          /* 1: full parameters in each rank's private memory, filled by all-gather;
+    const char *name; /* for messages; NULL: "model" */
+    fsdp_strategy strategy;
+    int32_t reshard_after_forward; /* FSDP_RESHARD_... */
+    int32_t private_unshard;       /* 1: full parameters in each rank's own memory, filled by all-gather;
                                       0: one copy a host, in shared memory, where the transport can */
-    double gradient_divisor;          /* gradients are summed over ranks and divided by this; 0: the group's size */
+    int32_t sync_module_states;    /* 1: units begin with the values of the model's rank 0; the others' are not read */
+    double gradient_divisor;       /* gradients are summed over ranks and divided by this; 0: the number of ranks */
+    const fsdp_precision *precision; /* NULL: all as the host gives it */
+    const char *shard_dim;           /* on a mesh, the dimension that parameters are sharded over. NULL: all (HYBRID:
+                                        the last) */
+    const char *replicate_dim;       /* HYBRID, on a mesh: the dimension of replicas. NULL: the one before the last */
+    int32_t forward_prefetch;        /* so many units are unsharded ahead in forward; 0: none */
+    fsdp_backward_prefetch backward_prefetch;
+    int32_t prefetch_limit;  /* no prefetch begins while so many units are full or becoming so; 0: 4 */
+    int32_t reserved;        /* 0 */
+    const char *offload_dir; /* a folder on a local disk: shards and sharded gradients live in an unnamed file there,
+                                of which memory holds what is in use; NULL: in memory */
 } fsdp_model_options;
 
 FSDP_API fsdp_status fsdp_model_options_init(fsdp_model_options *options, size_t struct_size);
 
-/* The model keeps a reference to the group. Not collective. */
+/* Over a group's ranks; not collective. The model keeps a reference to the group. Errors: INVALID (options that
+ * contradict each other; HYBRID, which needs a mesh). */
 FSDP_API fsdp_status fsdp_model_create(fsdp_group *group, const fsdp_model_options *options, fsdp_model **model);
+/* Over a mesh's ranks; with shard_dim (HYBRID: and replicate_dim) those of this rank's part of the mesh that differ in
+ * these dimensions only. Collective over the mesh, with the same options: makes groups of its own. Errors also:
+ * INVALID (no such dimension, HYBRID on a mesh of one dimension). */
+FSDP_API fsdp_status fsdp_model_create_on_mesh(fsdp_mesh *mesh, const fsdp_model_options *options, fsdp_model **model);
 FSDP_API fsdp_status fsdp_model_retain(fsdp_model *model);
 FSDP_API void fsdp_model_release(fsdp_model *model); /* its units keep it alive */
 
 typedef struct fsdp_param {
     size_t struct_size;
     const char *name;     /* unique in the model, e.g. "layers.0.weight" */
-    const DLTensor *full; /* whole values; read during the call only. Each rank takes its own rows (dim 0, cut as by
-                             fsdp_shard_extent). float dtypes; at least one dimension. */
-    int32_t frozen;       /* 1: no gradient: no memory and no traffic for it */
+    const DLTensor *full; /* whole values; read during the call only. Each rank takes its own part. float dtypes; at
+                             least one dimension. Two entries of one call with the same memory are one parameter, tied:
+                             one shard, one full view, and a gradient which is the sum of both entries' */
+    int32_t frozen;       /* 1: no gradient: no memory and no traffic for it; see fsdp_unit_set_frozen */
+    int32_t shard_dim;    /* the dimension that is cut over the ranks, as by fsdp_shard_extent; usually 0 */
+    int32_t meta;         /* 1: of `full`, shape and dtype are read only. Shards begin as zeros; the host fills them
+                             (fsdp_unit_param_query says what part they are), or sync_module_states does, when rank 0
+                             has values */
     int32_t reserved;     /* 0 */
+    uint64_t id;          /* a number that the host gives this parameter object alone, for as long as the model lives
+                             (not an address, which may be used again); 0: none. A parameter with the id of one that
+                             another unit holds is refused: modules that share one go into one unit */
 } fsdp_param;
 
-/* Make a unit of n >= 1 parameters. Collective: all ranks give the same names, shapes, dtypes and frozen flags, and
- * their models' options agree (MISMATCH otherwise). Values are not compared: each rank contributes its own rows, so
- * begin with equal values or broadcast first. A parameter's name is free again when its unit and all tensors of it are
- * gone. name: for messages, at most 63 bytes count; NULL: "unit<n>". The unit begins sharded. All or nothing. Errors
- * also: INVALID (names repeated in the model, 0-dim), UNSUPPORTED (dtype), NOMEM. */
+typedef struct fsdp_unit_options {
+    size_t struct_size;
+    fsdp_strategy strategy;          /* HYBRID needs a model that has the mesh for it */
+    int32_t reshard_after_forward;   /* FSDP_RESHARD_DEFAULT: as the model, when the strategy is the model's */
+    const fsdp_precision *precision; /* NULL: the model's */
+} fsdp_unit_options;
+
+FSDP_API fsdp_status fsdp_unit_options_init(fsdp_unit_options *options, size_t struct_size);
+
+/* Make a unit of n >= 1 parameters. Collective over the model's ranks: all give the same names, shapes, dtypes, flags
+ * and options, and their models' options agree (MISMATCH otherwise, naming the parameter that differs). Values are not
+ * compared: each rank contributes its own part, so begin with equal values, or with sync_module_states. A parameter's
+ * name is free again when its unit and all tensors of it are gone. name: for messages, at most 63 bytes count; NULL:
+ * "unit<n>". options may be NULL. The unit begins sharded. All or nothing. Errors also: INVALID (names or ids repeated
+ * in the model, 0-dim), UNSUPPORTED (dtype), NOMEM. */
 FSDP_API fsdp_status fsdp_unit_create(fsdp_model *model, const char *name, const fsdp_param *params, int32_t n,
-                                      fsdp_unit **unit);
+                                      const fsdp_unit_options *options, fsdp_unit **unit);
 FSDP_API fsdp_status fsdp_unit_retain(fsdp_unit *unit);
 FSDP_API void fsdp_unit_release(fsdp_unit *unit); /* tensors handed out stay valid until their deleters run */
 
 /* Parameter `index` of the unit (0 .. n-1), as tensors that alias the library's memory; each call gives a new handle.
- * shard: this rank's rows, in the parameter's dtype, private memory, the host's to update between iterations.
- * full: the whole parameter. grad: this rank's rows of the gradient, shape of shard; FSDP_ERR_STATE for a frozen
- * one. */
+ * shard: this rank's part, contiguous, in the parameter's dtype, private memory, the host's to update between
+ * iterations. full: the whole parameter, in param_dtype. grad: this rank's part of the gradient, shape of shard;
+ * FSDP_ERR_STATE for a frozen one. */
 FSDP_API fsdp_status fsdp_unit_param_shard(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **tensor);
 FSDP_API fsdp_status fsdp_unit_param_full(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **tensor);
 FSDP_API fsdp_status fsdp_unit_param_grad(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **tensor);
+
+typedef struct fsdp_param_info {
+    size_t struct_size;
+    const char *name; /* this and shape are the unit's, valid while it lives */
+    int32_t ndim;
+    int32_t shard_dim;
+    const int64_t *shape; /* of the whole parameter */
+    int64_t shard_start;  /* this rank's part along shard_dim */
+    int64_t shard_length;
+    DLDataType dtype;      /* of the shard */
+    DLDataType full_dtype; /* of the full view, and so of the gradients given to post_backward */
+    DLDataType grad_dtype; /* of the sharded gradient */
+    int32_t frozen;
+    int32_t tied_to; /* index of the earlier entry that this one is tied to, or -1 */
+    int32_t reserved;
+} fsdp_param_info;
+
+FSDP_API fsdp_status fsdp_unit_param_query(fsdp_unit *unit, int32_t index, fsdp_param_info *info);
 
 /* The first three hooks. Before the unit's forward: as fsdp_unit_unshard. What the optimizer, a checkpoint or the host
  * itself wrote to the shards before is seen; but a unit that is still full (kept so after forward, or unsharded by
  * hand) stays as it is until it is resharded, which fsdp_model_finish_backward does. */
 FSDP_API fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit);
-/* After it: as fsdp_unit_reshard, unless the model keeps parameters full after forward. */
+/* After it: as fsdp_unit_reshard, unless the unit is to stay full after forward, or its backward has begun. */
 FSDP_API fsdp_status fsdp_unit_post_forward(fsdp_unit *unit);
-/* Before its backward: full again, with the values that forward used, which costs nothing where they are still there
- * (always, but for private_unshard). */
+/* Before its backward: full again, with the values that forward used, which costs nothing where its slot still holds
+ * them. */
 FSDP_API fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit);
 
 /* grads: n entries, one for each parameter of the unit, this rank's gradient of the full parameter (its shape and
- * dtype); NULL entries (frozen, or unused on this rank) count as zeros. With gradient sync on, each rank's rows are
+ * dtype); NULL entries (frozen, or unused on this rank) count as zeros. With gradient sync on, each rank's part is
  * summed over the ranks, divided, and added to what the sharded gradient holds (zeros after fsdp_model_zero_grad).
  * With sync off, nothing is sent: grads are added to an unsharded buffer of this rank (float32 for narrower floats),
- * which the next synced call includes, also one without any gradient; they are free at return. Then the unit is
- * resharded. With `work`, the reduction goes on after return and grads' data must stay valid until it is done;
- * fsdp_model_finish_backward waits for it. The divisor does not count micro-batches. After a failed reduction the
- * gradients are not to be used: fsdp_model_finish_backward returns its failure, until zero_grad or reset. */
+ * which the next synced call includes, also one without any gradient; they are free at return. With HYBRID and
+ * all-reduce off (fsdp_model_set_all_reduce), they are reduced within the shard dimension and kept there as float32;
+ * the next call with all-reduce on includes them. Then the unit is resharded. With `work`, the reduction goes on after
+ * return and grads' data must stay valid until it is done; fsdp_model_finish_backward waits for it, after which the
+ * sharded gradients are defined. The divisor does not count micro-batches. After a failed reduction the gradients are
+ * not to be used: fsdp_model_finish_backward returns its failure, until zero_grad or reset. */
 FSDP_API fsdp_status fsdp_unit_post_backward(fsdp_unit *unit, const DLTensor *const *grads, int32_t n,
                                              fsdp_work **work);
 
@@ -560,6 +703,18 @@ FSDP_API fsdp_status fsdp_unit_post_backward(fsdp_unit *unit, const DLTensor *co
  * by reshard. */
 FSDP_API fsdp_status fsdp_unit_unshard(fsdp_unit *unit, fsdp_work **work);
 FSDP_API fsdp_status fsdp_unit_reshard(fsdp_unit *unit);
+
+/* Write what this rank changed in the full views back to its shards: summon_full_params(writeback=True). Elements that
+ * still are what the shard rounds to keep the shard's full precision. Every rank calls it; it does not communicate:
+ * where ranks edited differently, each part is its owner's. Errors: STATE (not unsharded). */
+FSDP_API fsdp_status fsdp_unit_write_back(fsdp_unit *unit);
+
+/* One whole parameter in the shard's own dtype, in new memory of the caller's. Collective over the ranks that the unit
+ * is sharded over; whether the unit is full does not matter. */
+FSDP_API fsdp_status fsdp_unit_gather_param(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **full);
+/* Take this rank's part of a whole parameter (its shape; any float dtype) into the shard. Every rank calls it; it does
+ * not communicate. Seen by the next call that unshards; STATE while the unit is unsharded. */
+FSDP_API fsdp_status fsdp_unit_load_param(fsdp_unit *unit, int32_t index, const DLTensor *full);
 
 typedef int32_t fsdp_unit_state;
 enum {
@@ -570,37 +725,110 @@ enum {
 /* The state as this rank sees it; UNSHARDING while an asynchronous unshard is under way. */
 FSDP_API fsdp_status fsdp_unit_query_state(fsdp_unit *unit, fsdp_unit_state *state);
 
+typedef struct fsdp_unit_info {
+    size_t struct_size;
+    fsdp_unit_state state;
+    int32_t n_params;
+    fsdp_strategy strategy;
+    int32_t reshard_after_forward; /* as it is in force: FSDP_RESHARD_NEVER, _ALWAYS or n */
+    int32_t shard_rank;            /* this rank among those that the parameters are sharded over */
+    int32_t shard_size;
+    int32_t replicate_rank; /* and among the replicas */
+    int32_t replicate_size;
+    int64_t full_bytes; /* of the full parameters */
+    int64_t shard_bytes;
+    int64_t publications;     /* unshards that moved data, so far */
+    int64_t published_bytes;  /* of this rank's shards, in param_dtype, that they wrote or sent */
+    int64_t reduced_bytes;    /* gradient bytes this rank gave to reductions over the shard dimension */
+    int64_t replicated_bytes; /* and over the replicas */
+    char name[64];
+} fsdp_unit_info;
+FSDP_API fsdp_status fsdp_unit_query(fsdp_unit *unit, fsdp_unit_info *info);
+
 /* The host changed a shard's values between forward and backward, or while the unit is unsharded, and wants them to be
  * seen: the next call that unshards publishes anew. At other times nothing need be said: pre_forward and unshard always
  * publish what the shards hold. Every rank calls it, whichever rank's shard changed. */
 FSDP_API fsdp_status fsdp_unit_shard_changed(fsdp_unit *unit);
 
-/* 0: following post_backward calls only accumulate on this rank (no_sync); 1 (the default): they reduce. */
+/* Settings of a unit that may change between iterations, alike on all ranks (a difference is found at the next
+ * communication). frozen 1: the parameter takes no part in reductions from now on, its gradient's memory is given back
+ * and reads as zeros; 0: it does again, from zeros. Errors: STATE (backward of this unit is under way, or gradients
+ * without sync are waiting), INVALID. */
+FSDP_API fsdp_status fsdp_unit_set_frozen(fsdp_unit *unit, int32_t index, int32_t frozen);
+FSDP_API fsdp_status fsdp_unit_set_reshard_after_forward(fsdp_unit *unit, int32_t reshard_after_forward);
+/* 0: post_backward leaves the unit full, for the next micro-batch; fsdp_model_finish_backward reshards it. 1: the
+ * default. */
+FSDP_API fsdp_status fsdp_unit_set_reshard_after_backward(fsdp_unit *unit, int32_t reshard);
+
+/* Call valid(unit, user) when the unit's full parameters have become valid, and invalid(unit, user) when they are about
+ * to be so no longer, on the thread that makes the call by which it happens; NULL: no call. Hosts swap their parameters
+ * there. The unit's tensors may be read and written inside, but no call may be made that changes a unit. */
+typedef void (*fsdp_unit_fn)(fsdp_unit *unit, void *user);
+FSDP_API fsdp_status fsdp_unit_set_callbacks(fsdp_unit *unit, fsdp_unit_fn valid, fsdp_unit_fn invalid, void *user);
+
+/* Units to unshard ahead when this unit's pre_forward (pre_backward) has made it full, in this order, in place of what
+ * forward_prefetch (backward_prefetch) would do there. n 0: none of its own. The units need not be kept alive. Prefetch
+ * without such lists follows the order of the iteration before; when an iteration takes another order, what was
+ * fetched in vain is resharded by fsdp_model_finish_backward, the new order is learnt, and the log tells once. */
+typedef int32_t fsdp_phase;
+enum { FSDP_FORWARD = 0, FSDP_BACKWARD = 1 };
+FSDP_API fsdp_status fsdp_unit_set_prefetch(fsdp_unit *unit, fsdp_phase phase, fsdp_unit *const *units, int32_t n);
+
+/* A float tensor as the unit's precision wants it: forward's inputs in param_dtype, its outputs in output_dtype,
+ * buffers in buffer_dtype. *out is new memory of the caller's, or NULL when `input` is as it should be (or not of a
+ * float dtype). */
+typedef int32_t fsdp_cast_kind;
+enum { FSDP_CAST_INPUT = 0, FSDP_CAST_OUTPUT = 1, FSDP_CAST_BUFFER = 2 };
+FSDP_API fsdp_status fsdp_unit_cast(fsdp_unit *unit, fsdp_cast_kind kind, const DLTensor *input,
+                                    DLManagedTensorVersioned **out);
+
+/* For all units of the model, and those made later. Gradient sync 0: following post_backward calls only accumulate on
+ * this rank (no_sync); 1 (the default): they reduce. All-reduce 0: with replicas, they reduce within the shard
+ * dimension only (NO_SHARD: only accumulate); 1: the default. Alike on all ranks. */
 FSDP_API fsdp_status fsdp_model_set_gradient_sync(fsdp_model *model, int32_t sync);
+FSDP_API fsdp_status fsdp_model_set_all_reduce(fsdp_model *model, int32_t all_reduce);
+/* What sums of gradients are divided by; 0: the number of ranks. */
+FSDP_API fsdp_status fsdp_model_set_gradient_divisor(fsdp_model *model, double divisor);
 
 /* Backward is over: waits for reductions under way and reshards every unit. Once for each micro-batch or once before
  * the optimizer's step, as the host likes. Sharded gradients are defined after it. */
 FSDP_API fsdp_status fsdp_model_finish_backward(fsdp_model *model);
 
-/* Sharded gradients (and unsharded accumulation) to zero. */
+/* Sharded gradients (and unsharded accumulation) count as zeros from now on. Their memory is overwritten by the next
+ * reduction, or cleared by finish_backward, norms, clipping, unscale or fsdp_unit_param_grad: a host that reads a
+ * tensor it has from before sees the old values until then, and what it writes there itself is lost. */
 FSDP_API fsdp_status fsdp_model_zero_grad(fsdp_model *model);
 
 /* After an exception in the middle of forward or backward: every unit sharded, accumulated and pending gradients
- * dropped; the model is as after zero_grad. Collective. It meets ranks that are still in the calls of the broken
- * iteration: those calls return MISMATCH there, and the rank then calls reset too. */
+ * dropped, the order of units forgotten; the model is as after zero_grad. Collective. It meets ranks that are still in
+ * the calls of the broken iteration: those calls return MISMATCH there, and the rank then calls reset too. */
 FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
 
-/* Bytes of tensor data, now and at most so far. Counts elements, not alignment. */
+/* Give all ranks of the model the values of its rank 0: n tensors (buffers), written in place on the others.
+ * Collective, with equal shapes and dtypes. What sync_module_states does for parameters. */
+FSDP_API fsdp_status fsdp_model_broadcast(fsdp_model *model, const DLTensor *const *tensors, int32_t n);
+
+/* Bytes, now and at most so far: of this rank, and (host_...) of all ranks of the model together, what they share
+ * counted once. For shards and gradients tensor data, without alignment; for full parameters, the slots. */
 typedef struct fsdp_memory_info {
     size_t struct_size;
-    int64_t shards;    /* this rank's parameter shards */
-    int64_t gradients; /* this rank's sharded gradients and accumulation buffers */
-    int64_t unsharded; /* full parameters: in this rank's private memory, or shared, counted once a host */
+    int64_t shards;
+    int64_t gradients; /* sharded gradients and accumulation buffers */
+    int64_t unsharded; /* slots; shared ones count on every rank that uses them */
+    int64_t staging;   /* shared memory of the model's groups, but for slots */
+    int64_t shards_peak;
+    int64_t gradients_peak;
     int64_t unsharded_peak;
-    int64_t host_parameters;  /* all ranks' shards + unsharded as held by the whole host */
-    int64_t total_parameters; /* the model's parameters, unsharded, were they all there at once */
-    int64_t reduced_bytes;    /* gradient bytes given to reductions by this rank so far */
-    int64_t published_bytes;  /* shard bytes written by this rank's unshards so far */
+    int64_t host_shards;
+    int64_t host_gradients; /* as if all ranks were as this one */
+    int64_t host_unsharded;
+    int64_t host_unsharded_peak;
+    int64_t total_parameters; /* the model's parameters in their own dtype, once, were they all there */
+    int64_t largest_unit;     /* full_bytes of the largest unit */
+    int64_t slots;            /* how many, now */
+    int64_t published_bytes;  /* sums over units of what fsdp_unit_info counts */
+    int64_t reduced_bytes;
+    int64_t replicated_bytes;
 } fsdp_memory_info;
 FSDP_API fsdp_status fsdp_model_memory(fsdp_model *model, fsdp_memory_info *info);
 
@@ -783,7 +1011,7 @@ struct fsdp_api {
     fsdp_status (*model_create)(fsdp_group *group, const fsdp_model_options *options, fsdp_model **model);
     fsdp_status (*model_retain)(fsdp_model *model);
     void (*model_release)(fsdp_model *model);
-    fsdp_status (*unit_create)(fsdp_model *model, const char *name, const fsdp_param *params, int32_t n, fsdp_unit **unit);
+    fsdp_status (*unit_create)(fsdp_model *model, const char *name, const fsdp_param *params, int32_t n, const fsdp_unit_options *options, fsdp_unit **unit);
     fsdp_status (*unit_retain)(fsdp_unit *unit);
     void (*unit_release)(fsdp_unit *unit);
     fsdp_status (*unit_param_shard)(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **tensor);
@@ -815,6 +1043,27 @@ struct fsdp_api {
     fsdp_status (*scaler_update)(fsdp_scaler *scaler);
     fsdp_status (*scaler_save)(fsdp_scaler *scaler, fsdp_scaler_state *state);
     fsdp_status (*scaler_load)(fsdp_scaler *scaler, const fsdp_scaler_state *state);
+    fsdp_status (*mesh_create)(fsdp_group *group, int32_t ndim, const int64_t *sizes, const char *const *names, fsdp_mesh **mesh);
+    fsdp_status (*mesh_retain)(fsdp_mesh *mesh);
+    void (*mesh_release)(fsdp_mesh *mesh);
+    fsdp_status (*mesh_query)(fsdp_mesh *mesh, fsdp_mesh_info *info);
+    fsdp_status (*mesh_group)(fsdp_mesh *mesh, const char *name, fsdp_group **group);
+    fsdp_status (*model_create_on_mesh)(fsdp_mesh *mesh, const fsdp_model_options *options, fsdp_model **model);
+    fsdp_status (*unit_options_init)(fsdp_unit_options *options, size_t struct_size);
+    fsdp_status (*unit_param_query)(fsdp_unit *unit, int32_t index, fsdp_param_info *info);
+    fsdp_status (*unit_write_back)(fsdp_unit *unit);
+    fsdp_status (*unit_gather_param)(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **full);
+    fsdp_status (*unit_load_param)(fsdp_unit *unit, int32_t index, const DLTensor *full);
+    fsdp_status (*unit_query)(fsdp_unit *unit, fsdp_unit_info *info);
+    fsdp_status (*unit_set_frozen)(fsdp_unit *unit, int32_t index, int32_t frozen);
+    fsdp_status (*unit_set_reshard_after_forward)(fsdp_unit *unit, int32_t reshard_after_forward);
+    fsdp_status (*unit_set_reshard_after_backward)(fsdp_unit *unit, int32_t reshard);
+    fsdp_status (*unit_set_callbacks)(fsdp_unit *unit, fsdp_unit_fn valid, fsdp_unit_fn invalid, void *user);
+    fsdp_status (*unit_set_prefetch)(fsdp_unit *unit, fsdp_phase phase, fsdp_unit *const *units, int32_t n);
+    fsdp_status (*unit_cast)(fsdp_unit *unit, fsdp_cast_kind kind, const DLTensor *input, DLManagedTensorVersioned **out);
+    fsdp_status (*model_set_all_reduce)(fsdp_model *model, int32_t all_reduce);
+    fsdp_status (*model_set_gradient_divisor)(fsdp_model *model, double divisor);
+    fsdp_status (*model_broadcast)(fsdp_model *model, const DLTensor *const *tensors, int32_t n);
 };
 /* generated: end */
 /* clang-format on */

@@ -23,9 +23,14 @@
 #define ABI_LAST_fsdp_group_options spin_us
 #define ABI_LAST_fsdp_group_info segment_bytes
 #define ABI_LAST_fsdp_collective tag
-#define ABI_LAST_fsdp_model_options gradient_divisor
-#define ABI_LAST_fsdp_param reserved
-#define ABI_LAST_fsdp_memory_info published_bytes
+#define ABI_LAST_fsdp_mesh_info names
+#define ABI_LAST_fsdp_precision keep_inputs
+#define ABI_LAST_fsdp_model_options offload_dir
+#define ABI_LAST_fsdp_param id
+#define ABI_LAST_fsdp_param_info reserved
+#define ABI_LAST_fsdp_unit_options precision
+#define ABI_LAST_fsdp_unit_info name
+#define ABI_LAST_fsdp_memory_info replicated_bytes
 #define ABI_LAST_fsdp_scaler_options disabled
 #define ABI_LAST_fsdp_scaler_info skipped
 #define ABI_LAST_fsdp_scaler_state skipped

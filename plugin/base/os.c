@@ -12,6 +12,7 @@
 #include <signal.h>
 #include <signal.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
@@ -295,6 +296,50 @@ fsdp_status os_map_anonymous(size_t bytes, void **out)
 {
     return map_result(mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), bytes, "memory",
                       out);
+}
+
+static int open_unnamed(const char *folder, int *failed)
+{
+    int fd = open(folder, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+    *failed = fd < 0 ? errno : 0;
+    if (fd >= 0 || (*failed != EOPNOTSUPP && *failed != EISDIR)) return fd;
+    char path[4096]; /* a file system without such files */
+    if ((size_t)snprintf(path, sizeof path, "%s/fsdp-XXXXXX", folder) >= sizeof path) {
+        *failed = ENAMETOOLONG;
+        return -1;
+    }
+    fd = mkostemp(path, O_CLOEXEC);
+    *failed = fd < 0 ? errno : 0;
+    if (fd >= 0) unlink(path);
+    return fd;
+}
+
+fsdp_status os_map_file(const char *folder, size_t bytes, void **out)
+{
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && bytes > limit.rlim_cur)
+        return err(FSDP_ERR_NOMEM, "a file of %zu bytes is above the file size limit of %llu: raise `ulimit -f`", bytes,
+                   (unsigned long long)limit.rlim_cur);
+    int failed, fd = open_unnamed(folder, &failed);
+    if (fd < 0)
+        return err_sys(FSDP_ERR_SYSTEM, failed, "making a file in offload_dir '%.200s': give a folder on a local disk",
+                       folder);
+    do failed = posix_fallocate(fd, 0, (off_t)bytes);
+    while (failed == EINTR);
+    fsdp_status status = FSDP_OK;
+    if (failed)
+        status = err_sys(FSDP_ERR_NOMEM, failed, "can't reserve %zu bytes in offload_dir '%.200s'", bytes, folder);
+    else
+        status = map_result(mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0), bytes, "a file", out);
+    close(fd);
+    return status;
+}
+
+void os_page_out(void *at, size_t bytes)
+{
+    if (!at) return;
+    msync(at, bytes, MS_ASYNC);
+    madvise(at, bytes, MADV_PAGEOUT);
 }
 
 void os_unmap(void *at, size_t bytes)

@@ -23,6 +23,7 @@ struct ref {
 #define REF_MODEL 0x4d4f4445u
 #define REF_UNIT 0x554e4954u
 #define REF_SCALER 0x5343414cu
+#define REF_MESH 0x4d455348u
 
 static inline void ref_init(struct ref *ref, uint32_t magic)
 {

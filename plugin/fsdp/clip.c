@@ -2,8 +2,8 @@
  *
  * Each rank sums |g|^p over its own rows of every gradient, in f64; the ranks then tell each other these numbers in one
  * exchange, and each adds them up in rank order. So all come to the same bits, and scale by the same coefficient,
- * without another message. Every gradient element lies on one rank only, so none is counted twice; a rank whose shards
- * are all empty tells 0.
+ * without another message. Of replicas the first one counts, so no element is counted twice; a rank whose shards are all
+ * empty tells 0.
  *
  * What is wrong on one rank (a reduction that failed there) travels in the same exchange: no rank is left waiting, and
  * none changes its gradients unless all do.
@@ -22,7 +22,8 @@ fsdp_status units_settle(const struct units *units)
 {
     for (int32_t i = 0; i < units->n; i++) (void)unit_settle(units->at[i]); /* a failure is kept in `lost` */
     for (int32_t i = 0; i < units->n; i++) {
-        const fsdp_unit *unit = units->at[i];
+        fsdp_unit *unit = units->at[i];
+        grads_clear(unit);
         if (unit->lost.status == FSDP_OK) continue;
         return err(
             FSDP_ERR_STATE,
@@ -80,12 +81,15 @@ static double norm_add(double total, double term, double p)
 static double norm_here(const struct units *units, double p)
 {
     double total = 0;
-    for (int32_t i = 0; i < units->n; i++)
+    for (int32_t i = 0; i < units->n; i++) {
+        const fsdp_group *replicas = units->at[i]->replicate_group;
+        if (replicas && replicas->rank != 0) continue; /* the first one counts them */
         for (int32_t k = 0; k < units->at[i]->n_params; k++) {
             const struct param *param = &units->at[i]->params[k];
-            if (!param->grad) continue;
-            total = norm_add(total, kernel_norm(param->type, param->grad, (size_t)(param->rows * param->row), p), p);
+            if (!param->grad || param->frozen) continue;
+            total = norm_add(total, kernel_norm(param->grad_type, param->grad, (size_t)param->shard_count, p), p);
         }
+    }
     return total;
 }
 
@@ -132,7 +136,8 @@ void units_scale(const struct units *units, double factor)
     for (int32_t i = 0; i < units->n; i++)
         for (int32_t k = 0; k < units->at[i]->n_params; k++) {
             const struct param *param = &units->at[i]->params[k];
-            if (param->grad) kernel_scale(param->type, param->grad, (size_t)(param->rows * param->row), factor);
+            if (param->grad && !param->frozen)
+                kernel_scale(param->grad_type, param->grad, (size_t)param->shard_count, factor);
         }
 }
 

@@ -1,42 +1,68 @@
 /* Unshard and reshard: gather by publication.
  *
- * The unit's full parameters lie once on the host, in a region that all ranks map. To unshard, the ranks meet
- * (which says that each has resharded what was published before), each writes its own rows to their place
- * through its shared mapping, and they meet again. The host sees them through a private, copy-on-write view
- * at an address that never changes; what it edits there stays its own and is dropped on reshard.
+ * The unit's full parameters lie once on the host, in a slot that all ranks map. To unshard, the ranks meet (which says
+ * that each has resharded what lay in the slot before), each writes its own part to its place through its shared
+ * mapping, in the compute dtype, and they meet again. The host sees them through a private, copy-on-write view at an
+ * address that never changes; what it edits there stays its own and is dropped when the unit is unsharded again.
  *
  * Every unshard publishes anew, since the host may have changed its shards at any time; only the one before backward
- * does not: it wants what forward used, and the region still holds that, so it costs nothing. All ranks know that
- * alike, since they make the same calls.
+ * does not: it wants what forward used, and if the slot still holds that, it costs nothing. All ranks know that alike,
+ * since they make the same calls.
  *
- * With private unsharding (by option) the full parameters are this rank's own memory, filled by an all-gather
- * and given back to the kernel on reshard.
+ * With private unsharding (by option) the slot is this rank's own and filled by an all-gather. Where nothing is sharded
+ * the full parameters are the shards themselves, or a cast of them that this rank makes for itself.
+ *
+ * Reshard to n ranks (reshard_after_forward n) keeps a shared slot for backward; of one of its own a rank keeps the n-th
+ * part, which backward gathers from n ranks.
  */
 #include "fsdp/fsdp.h"
 
+#include "base/mem.h"
 #include "tensor/kernel.h"
 
 #include <string.h>
+
+/* ---- this rank's part into the slot */
+
+/* Cast or copy the shards to their place in `base`, the unit's full memory. */
+static void write_part(const fsdp_unit *unit, char *base)
+{
+    int stream = unit->full_bytes >= KERNEL_STREAM_BYTES;
+    for (int32_t i = 0; i < unit->n_params; i++) {
+        const struct param *p = &unit->params[i];
+        if (!p->shard_count) continue;
+        if (p->shard_dim == 0) {
+            char *to = base + p->full_at + (size_t)(p->start * p->row) * dtype_size(p->full_type);
+            size_t n = (size_t)p->shard_count;
+            if (p->type == p->full_type)
+                kernel_copy(to, p->shard, n * dtype_size(p->type), stream);
+            else
+                kernel_cast(p->full_type, to, p->type, p->shard, n, stream);
+        } else {
+            struct tensor part, shard;
+            param_part(p, base + p->full_at, p->full_type, &part);
+            param_shard(p, p->shard, p->type, &shard);
+            tensor_copy(&part, &shard);
+        }
+    }
+    if (unit->model->offload_dir) os_page_out(unit->shards, os_page_round(unit->shard_bytes));
+}
 
 static fsdp_status publish(fsdp_group *group, struct op *op, struct deadline deadline)
 {
     fsdp_unit *unit = op->user;
     struct transport *t = group->transport;
-    int stream = unit->full_bytes >= KERNEL_STREAM_BYTES;
-    for (int32_t i = 0; i < unit->n_params; i++) {
-        const struct param *p = &unit->params[i];
-        size_t size = dtype_size(p->type);
-        size_t bytes = (size_t)(p->at[group->rank + 1] - p->at[group->rank]) * size;
-        if (bytes)
-            kernel_copy(unit->region.shared + p->full_at + (size_t)p->at[group->rank] * size, p->shard, bytes, stream);
-    }
+    write_part(unit, op->target);
     atomic_fetch_add_explicit(&t->bytes_moved, (uint64_t)unit->shard_data, memory_order_relaxed);
     return t->ops->sync(t, deadline);
 }
 
-static fsdp_status pieces_gather(fsdp_work *work, fsdp_unit *unit)
+/* ---- all parts into a slot of this rank's own */
+
+static fsdp_status pieces_gather(fsdp_work *work, fsdp_unit *unit, char *base)
 {
-    struct transfer *transfer = &work->ops[0].transfer;
+    struct op *op = &work->ops[0];
+    struct transfer *transfer = &op->transfer;
     transfer->shape = TRANSFER_SPREAD;
     transfer->reader = -1;
     transfer->pieces = work_memory(work, (size_t)unit->n_params * sizeof(struct piece));
@@ -44,15 +70,93 @@ static fsdp_status pieces_gather(fsdp_work *work, fsdp_unit *unit)
     transfer->n_pieces = unit->n_params;
     for (int32_t i = 0; i < unit->n_params; i++) {
         const struct param *p = &unit->params[i];
-        transfer->pieces[i] = (struct piece){.in = p->shard,
-                                             .out = p->count ? unit->full + p->full_at : NULL,
-                                             .type = p->type,
-                                             .out_type = p->type,
+        struct tensor shard, whole;
+        char *in, *out;
+        param_shard(p, p->shard, p->type, &shard);
+        param_whole(p, base + p->full_at, p->full_type, &whole);
+        tensor_first(&shard, p->shard_dim);
+        tensor_first(&whole, p->shard_dim);
+        TRY(work_pack(work, &op->packed, &shard, p->full_type, PACK_IN, &in));
+        TRY(work_pack(work, &op->packed, &whole, p->full_type, PACK_OUT, &out));
+        transfer->pieces[i] = (struct piece){.in = in,
+                                             .out = out,
+                                             .type = p->full_type,
+                                             .out_type = p->full_type,
                                              .in_split = {.only = -1},
                                              .out_split = {.count = p->count, .at = p->at, .only = -1}};
     }
     return work_addresses(work, transfer);
 }
+
+/* ---- reshard over n ranks, in private memory */
+
+static size_t chunk_bytes(const fsdp_unit *unit)
+{
+    size_t n = (size_t)unit->reshard_after_forward;
+    return ((unit->full_bytes + n - 1) / n + PARAM_ALIGN - 1) & ~(size_t)(PARAM_ALIGN - 1);
+}
+
+/* The ranks of a chunk's group, made the first time: collective over the unit's ranks. */
+static fsdp_status chunk_group(fsdp_unit *unit, fsdp_group **out)
+{
+    fsdp_model *model = unit->model;
+    int32_t n = unit->reshard_after_forward;
+    for (struct small_group *small = model->small; small; small = small->next)
+        if (small->of == unit->shard_group && small->n == n) {
+            *out = small->group;
+            return FSDP_OK;
+        }
+    struct small_group *small = mem_alloc(sizeof *small);
+    if (!small) return mem_none("a group to reshard to", sizeof *small);
+    fsdp_status status =
+        group_split(unit->shard_group, unit->shard_group->rank / n, unit->shard_group->rank, NULL, &small->group);
+    if (status != FSDP_OK) {
+        mem_free(small);
+        return status;
+    }
+    small->of = unit->shard_group;
+    small->n = n;
+    small->next = model->small;
+    model->small = small;
+    *out = small->group;
+    return FSDP_OK;
+}
+
+/* This rank's n-th part of what was published, before the slot is given up. What the host wrote to its view is not in
+ * it. */
+static void chunk_keep(fsdp_unit *unit, const struct slot *slot)
+{
+    size_t bytes = chunk_bytes(unit), from = bytes * (size_t)(unit_shard_rank(unit) % unit->reshard_after_forward);
+    if (from >= unit->full_bytes) from = bytes = 0;
+    if (from + bytes > unit->full_bytes) bytes = unit->full_bytes - from;
+    unit->chunked = slot->content;
+    kernel_copy(unit->chunk, slot->region.shared + from, bytes, bytes >= KERNEL_STREAM_BYTES);
+}
+
+static fsdp_status pieces_chunks(fsdp_work *work, fsdp_unit *unit, char *base)
+{
+    struct transfer *transfer = &work->ops[0].transfer;
+    transfer->shape = TRANSFER_SPREAD;
+    transfer->reader = -1;
+    transfer->pieces = work_memory(work, sizeof(struct piece));
+    if (!transfer->pieces) return FSDP_ERR_NOMEM;
+    transfer->n_pieces = 1;
+    transfer->pieces[0] = (struct piece){
+        .in = unit->chunk,
+        .out = base,
+        .type = DTYPE_U8,
+        .out_type = DTYPE_U8,
+        .in_split = {.only = -1},
+        .out_split = {.count = (int64_t)unit->full_bytes, .step = (int64_t)chunk_bytes(unit), .only = -1}};
+    return work_addresses(work, transfer);
+}
+
+static int is_chunked(const fsdp_unit *unit)
+{
+    return unit->reshard_after_forward > 1 && unit->shard_group && unit->model->private_unshard;
+}
+
+/* ---- unshard */
 
 fsdp_status unit_nothing(fsdp_unit *unit, fsdp_work **handle)
 {
@@ -63,19 +167,30 @@ fsdp_status unit_nothing(fsdp_unit *unit, fsdp_work **handle)
     return lane_submit(work, handle);
 }
 
-static fsdp_status unshard_begin(fsdp_unit *unit, fsdp_work **handle)
+/* chunks: from the n-th parts of n ranks. */
+static fsdp_status unshard_begin(fsdp_unit *unit, int chunks, fsdp_work **handle)
 {
-    fsdp_group *group = unit->model->group;
+    fsdp_group *group = unit->shard_group;
+    const struct slot *slot = slot_of(unit);
     fsdp_work *work;
+    if (!group) {
+        write_part(unit, slot->region.shared);
+        return unit_nothing(unit, handle);
+    }
+    if (chunks) TRY(chunk_group(unit, &group));
     TRY(work_create(group, &group->collectives, 1, 0, &work));
+    uint64_t hash = hash_number(unit->hash, (uint64_t)slot->number * 2 + (uint64_t)chunks);
     struct op *op =
-        op_init(work, FSDP_OP_UNSHARD, unit->hash, unit->name, sizeof unit->name); /* the work keeps the unit */
+        op_init(work, 0, FSDP_OP_UNSHARD, hash, unit->name, sizeof unit->name); /* the work keeps the unit */
     fsdp_status status = FSDP_OK;
-    if (unit->has_region) {
+    if (chunks) {
+        status = pieces_chunks(work, unit, slot->region.shared);
+    } else if (slot->group) {
         op->body = publish;
         op->user = unit;
+        op->target = slot->region.shared;
     } else {
-        status = pieces_gather(work, unit);
+        status = pieces_gather(work, unit, slot->region.shared);
     }
     if (status == FSDP_OK) status = unit_keep(unit, work);
     if (status != FSDP_OK) {
@@ -85,28 +200,29 @@ static fsdp_status unshard_begin(fsdp_unit *unit, fsdp_work **handle)
     return lane_submit(work, handle);
 }
 
-/* Enter an unshard in the model's books, or (sign -1) strike it out again. */
-static void count_unshard(fsdp_unit *unit, int sign)
-{
-    fsdp_model *model = unit->model;
-    if (!unit->has_region) model_count_unsharded(model, sign * unit->full_data);
-    model->published_bytes += sign * unit->shard_data;
-}
-
 static void unshard_succeeded(fsdp_unit *unit)
 {
-    if (unit->has_region && !unit->populated) {
+    if (unit->counts) {
+        unit->publications++;
+        unit->published_bytes += unit->shard_data;
+        unit->counts = 0;
+    }
+    if (!unit->populated && unit->full) {
         os_populate_read(unit->full, unit->full_mapped);
         unit->populated = 1;
     }
     unit->state = FSDP_UNIT_UNSHARDED;
+    if (unit->valid) unit->valid(unit, unit->callback_user);
 }
 
 static void unshard_failed(fsdp_unit *unit)
 {
-    count_unshard(unit, -1);
-    if (!unit->has_region && unit->full) os_discard(unit->full, unit->full_mapped);
+    struct slot *slot = slot_of(unit);
+    if (slot) slot->content = 0;
+    slot_leave(unit);
     unit->current = 0;
+    unit->chunked = 0;
+    unit->counts = 0;
     unit->state = FSDP_UNIT_SHARDED;
 }
 
@@ -131,29 +247,83 @@ fsdp_unit_state unit_query_state(const fsdp_unit *unit)
     return unit->unsharding->failure.status == FSDP_OK ? FSDP_UNIT_UNSHARDED : FSDP_UNIT_SHARDED;
 }
 
+/* Whether the slot still holds what forward used, and the unit can have it. */
+static int lies_there(const fsdp_unit *unit)
+{
+    const struct slot *slot = slot_of(unit);
+    return unit->current && slot && unit->publication && slot->content == unit->publication &&
+           (slot->holder == 0 || slot->holder == unit->number + 1);
+}
+
+/* What the host wrote to the view, since it was last unsharded or in between. Left there until now, so that it is looked
+ * for once in each unshard. */
+static void drop_edits(const fsdp_unit *unit)
+{
+    if (unit->populated) os_drop_copies(unit->full, unit->full_mapped);
+}
+
+/* With a slot taken: fill it. */
+static fsdp_status fill(fsdp_unit *unit, int reuse, fsdp_work **handle)
+{
+    fsdp_model *model = unit->model;
+    struct slot *slot = slot_of(unit);
+    int chunks = reuse && unit->current && unit->chunked && unit->chunked == unit->publication && is_chunked(unit);
+    if (chunks) {
+        slot->content = unit->publication;
+    } else {
+        slot->content = unit->publication = ++model->publications;
+        unit->current = 1; /* from here on: the host may say that a shard changes before the work is done */
+    }
+    unit->chunked = 0;
+    unit->counts = !chunks;
+    return unshard_begin(unit, chunks, handle);
+}
+
+static fsdp_status unshard(fsdp_unit *unit, int reuse, fsdp_work **handle, int *begun)
+{
+    *begun = 0;
+    TRY(group_usable(unit->model->group));
+    TRY(unit_unshard_end(unit));
+    if (unit->aliased || !unit->full_bytes) {
+        unit->current = 1;
+    } else if (unit->state == FSDP_UNIT_UNSHARDED && unit->current) { /* so on all ranks: nothing to do */
+        return unit_nothing(unit, handle);
+    } else if (reuse && lies_there(unit)) {
+        slot_of(unit)->holder = unit->number + 1;
+        drop_edits(unit);
+    } else {
+        TRY(unit_reshard(unit, RESHARD_RELEASE)); /* shards that changed while the unit was unsharded */
+        if (is_chunked(unit) && !unit->chunk) {
+            void *chunk; /* before anyone waits for this rank */
+            unit->chunk_mapped = os_page_round(chunk_bytes(unit));
+            TRY(os_map_anonymous(unit->chunk_mapped, &chunk));
+            unit->chunk = chunk;
+            memory_count(unit->model, (int64_t)unit->chunk_mapped,
+                         (int64_t)unit->chunk_mapped * unit->model->group->size);
+        }
+        TRY(slot_take(unit));
+        drop_edits(unit);
+        *begun = 1;
+        fsdp_status status = fill(unit, reuse, handle);
+        if (status != FSDP_OK) unshard_failed(unit);
+        return status;
+    }
+    TRY(unit_nothing(unit, handle));
+    if (unit->state != FSDP_UNIT_UNSHARDED) unshard_succeeded(unit);
+    return FSDP_OK;
+}
+
 fsdp_status unit_unshard(fsdp_unit *unit, int reuse, fsdp_work **handle)
 {
-    TRY(group_usable(unit->model->group));
+    int begun;
+    unit->ahead = 0;
     if (unit->state == FSDP_UNIT_UNSHARDING && unit->current && handle) {
         ref_get(&unit->unsharding->ref);
         *handle = unit->unsharding;
         return FSDP_OK;
     }
-    TRY(unit_unshard_end(unit));
-    if (unit->current && (reuse || unit->state == FSDP_UNIT_UNSHARDED)) { /* so on all ranks: nothing to do */
-        TRY(unit_nothing(unit, handle));
-        unit->state = FSDP_UNIT_UNSHARDED;
-        return FSDP_OK;
-    }
-    TRY(unit_reshard(unit)); /* shards that changed while the unit was unsharded */
-    if (unit->has_region) os_drop_copies(unit->full, unit->full_mapped); /* what was written while it was sharded */
-    count_unshard(unit, 1);
-    unit->current = 1; /* from here on: the host may say that a shard changes before the work is done */
-    fsdp_status status = unshard_begin(unit, handle);
-    if (status != FSDP_OK) {
-        unshard_failed(unit);
-        return status;
-    }
+    TRY(unshard(unit, reuse, handle, &begun));
+    if (!begun) return FSDP_OK;
     if (!handle) {
         unshard_succeeded(unit);
         return FSDP_OK;
@@ -164,18 +334,32 @@ fsdp_status unit_unshard(fsdp_unit *unit, int reuse, fsdp_work **handle)
     return FSDP_OK;
 }
 
-fsdp_status unit_reshard(fsdp_unit *unit)
+fsdp_status unit_unshard_ahead(fsdp_unit *unit, int reuse)
+{
+    fsdp_work *work = NULL;
+    if (unit->state != FSDP_UNIT_SHARDED) return FSDP_OK;
+    TRY(unit_unshard(unit, reuse, &work));
+    work_release(work);
+    unit->ahead = 1;
+    return FSDP_OK;
+}
+
+/* ---- reshard */
+
+fsdp_status unit_reshard(fsdp_unit *unit, enum reshard how)
 {
     TRY(unit_unshard_end(unit));
-    if (unit->state == FSDP_UNIT_SHARDED) return FSDP_OK;
-    unit->state = FSDP_UNIT_SHARDED;
-    if (!unit->full) return FSDP_OK;
-    if (unit->has_region) {
-        os_drop_copies(unit->full, unit->full_mapped);
-    } else {
-        os_discard(unit->full, unit->full_mapped);
-        model_count_unsharded(unit->model, -unit->full_data);
-        unit->current = 0;
+    if (unit->state == FSDP_UNIT_UNSHARDED) {
+        if (unit->invalid) unit->invalid(unit, unit->callback_user);
+        unit->state = FSDP_UNIT_SHARDED;
+        unit->ahead = 0;
     }
+    struct slot *slot = slot_of(unit);
+    if (!slot || slot->holder != unit->number + 1) return FSDP_OK;
+    if (how == RESHARD_AFTER_FORWARD && unit->reshard_after_forward > 1) {
+        if (!is_chunked(unit)) return FSDP_OK; /* it keeps its slot until backward is done */
+        if (unit->chunk && unit->current && slot->content == unit->publication) chunk_keep(unit, slot);
+    }
+    slot_leave(unit);
     return FSDP_OK;
 }

@@ -1,12 +1,17 @@
-/* Gradients: from each rank's full gradients to the sharded ones, in one operation for a unit.
+/* Reduction of a unit's gradients to the sharded ones. See fsdp.h.
  *
- * Each rank owns its rows of every parameter and reduces all ranks' gradients for them, in rank order, into
- * what its sharded gradient already holds: sum, divided, added, rounded once. A parameter without a gradient
- * on some rank counts as zeros there, so ranks may differ in what they used. Frozen parameters take no part.
+ * Each rank owns its part of every parameter and reduces all ranks' gradients for it, in rank order, into what its
+ * sharded gradient already holds: sum, divided, added, rounded once. A parameter without a gradient on some rank counts
+ * as zeros there, so ranks may differ in what they used. Frozen parameters take no part.
  *
- * Without sync the gradients are added to a full-size buffer of this rank (float32 for narrower floats, so
- * that many small steps don't vanish); the next synced reduction sends that buffer instead, with the last
- * gradients added.
+ * Replicas. Where nothing is sharded, every replica reduces a slice of each gradient into its own, and then all send
+ * their slices to the others: so the result is rounded once, and the same bits on all. With both dimensions (hybrid) a
+ * rank's part is summed over the shard dimension first, in float32 (float64), and kept; over the replicas that sum goes
+ * as above. It does so when the next unit's gradients have been submitted, or at the end of backward: a fixed place in
+ * the order of calls, at which it has usually arrived and nobody waits.
+ *
+ * Without sync the gradients are added to a full-size buffer of this rank (float32 for narrower floats, so that many
+ * small steps don't vanish); the next synced reduction sends that buffer instead, with the last gradients added.
  */
 #include "fsdp/fsdp.h"
 
@@ -16,188 +21,464 @@
 #include <stdio.h>
 #include <string.h>
 
-static enum dtype wide(enum dtype type)
+/* ---- buffers */
+
+static size_t accumulated_bytes(const struct param *p)
 {
-    return type == DTYPE_F64 ? DTYPE_F64 : DTYPE_F32;
+    return (size_t)p->count * dtype_size(param_wide(p->full_type));
 }
 
-void unit_drop_accumulated(fsdp_unit *unit)
+static void drop_accumulated(fsdp_unit *unit)
 {
+    for (int32_t i = 0; i < unit->n_params; i++) unit->params[i].accumulating = 0;
+    unit->accumulates = 0;
+}
+
+void unit_free_gradients(fsdp_unit *unit)
+{
+    drop_accumulated(unit);
+    unit->has_partials = 0;
     for (int32_t i = 0; i < unit->n_params; i++) {
         struct param *p = &unit->params[i];
-        if (p->accumulated) os_unmap(p->accumulated, (size_t)p->count * dtype_size(p->accumulated_type));
+        os_unmap(p->accumulated, accumulated_bytes(p));
         p->accumulated = NULL;
     }
-    unit->accumulates = 0;
+    os_unmap(unit->partials, os_page_round(unit->partial_bytes));
+    unit->partials = NULL;
+}
+
+void grads_clear(fsdp_unit *unit)
+{
+    if (!unit->stale_grads) return;
+    unit->stale_grads = 0;
+    for (int32_t i = 0; i < unit->n_params; i++) {
+        const struct param *p = &unit->params[i];
+        if (!p->frozen && p->grad) memset(p->grad, 0, (size_t)p->shard_count * dtype_size(p->grad_type));
+    }
 }
 
 void unit_zero_grad(fsdp_unit *unit)
 {
-    if (unit->grads) memset(unit->grads, 0, unit->grad_bytes);
+    unit->stale_grads = 1;
     unit->lost.status = FSDP_OK;
-    unit_drop_accumulated(unit);
+    unit->has_partials = 0;
+    drop_accumulated(unit);
 }
-
-/* Checked gradients: shape and dtype of the parameter. */
-static fsdp_status grads_import(fsdp_unit *unit, const DLTensor *const *grads, int32_t n, struct tensor *out)
-{
-    CHECK_ARG(n == unit->n_params, "n is %d, but unit '%s' has %d parameters: give an entry for each, NULL for none", n,
-              unit->name, unit->n_params);
-    for (int32_t i = 0; i < n; i++) {
-        const struct param *p = &unit->params[i];
-        out[i].count = -1;
-        if (!grads[i] || p->frozen) continue;
-        char name[96], text[TENSOR_TEXT], want[TENSOR_TEXT];
-        snprintf(name, sizeof name, "grads[%d] (of '%.48s')", i, p->name);
-        TRY(tensor_import(grads[i], name, &out[i]));
-        struct tensor full;
-        tensor_make(&full, NULL, p->type, p->ndim, p->shape);
-        CHECK_ARG(out[i].type == p->type && tensor_same_shape(&out[i], &full),
-                  "%s is %s: it must be as the parameter, %s", name, tensor_text(&out[i], text),
-                  tensor_text(&full, want));
-    }
-    return FSDP_OK;
-}
-
-/* A piece for each trainable parameter, in their order, with a packed copy where a gradient needs one. */
-static fsdp_status pieces_make(fsdp_work *work, fsdp_unit *unit, const struct tensor *grads)
-{
-    struct op *op = &work->ops[0];
-    struct transfer *transfer = &op->transfer;
-    transfer->shape = TRANSFER_REDUCE;
-    transfer->reader = -1;
-    transfer->op = FSDP_SUM;
-    transfer->divisor = unit->model->divisor;
-    transfer->accumulate = 1;
-    transfer->pieces = work_memory(work, (size_t)unit->n_params * sizeof(struct piece));
-    if (!transfer->pieces) return FSDP_ERR_NOMEM;
-    for (int32_t i = 0; i < unit->n_params; i++) {
-        const struct param *p = &unit->params[i];
-        if (p->frozen) continue;
-        char *in = NULL;
-        if (grads[i].count >= 0) TRY(work_pack(work, &op->packed, &grads[i], 0, &in));
-        transfer->pieces[transfer->n_pieces++] =
-            (struct piece){.in = in,
-                           .out = p->grad,
-                           .type = p->type,
-                           .out_type = p->type,
-                           .in_split = {.count = p->count, .at = p->at, .only = -1},
-                           .out_split = {.only = -1}};
-        op->header.count += p->count;
-    }
-    return work_addresses(work, transfer);
-}
-
-/* ---- accumulation */
 
 /* All buffers that these gradients need, before anything is added to one. */
-static fsdp_status buffers_make(fsdp_unit *unit, const struct transfer *transfer)
+static fsdp_status buffers_make(fsdp_unit *unit, const struct tensor *grads)
 {
-    for (int32_t i = 0, k = 0; i < unit->n_params; i++) {
+    for (int32_t i = 0; i < unit->n_params; i++) {
         struct param *p = &unit->params[i];
-        if (p->frozen || !transfer->pieces[k++].in || p->accumulated) continue;
+        if (p->frozen || grads[i].count <= 0 || p->accumulated) continue;
         void *buffer;
-        p->accumulated_type = wide(p->type);
-        TRY(os_map_anonymous((size_t)p->count * dtype_size(p->accumulated_type), &buffer));
+        TRY(os_map_anonymous(accumulated_bytes(p), &buffer));
         p->accumulated = buffer;
     }
     return FSDP_OK;
 }
 
-static void accumulate(fsdp_unit *unit, const struct op *op)
+static fsdp_status partials_make(fsdp_unit *unit)
 {
-    for (const struct packed *packed = op->packed; packed; packed = packed->next)
-        tensor_pack(packed->copy, &packed->tensor);
-    for (int32_t i = 0, k = 0; i < unit->n_params; i++) {
+    void *block;
+    if (unit->partials || !unit->partial_bytes) return FSDP_OK;
+    TRY(os_map_anonymous(os_page_round(unit->partial_bytes), &block));
+    unit->partials = block;
+    return FSDP_OK;
+}
+
+/* ---- what the host gives */
+
+/* Checked: shape and dtype of the full parameter. Count -1: none. Of tied entries with a gradient each, the sum, in
+ * memory of the work. */
+static fsdp_status grads_import(fsdp_unit *unit, const DLTensor *const *grads, int32_t n, struct tensor *out)
+{
+    CHECK_ARG(n == unit->n_entries, "n is %d, but unit '%s' has %d parameters: give an entry for each, NULL for none",
+              n, unit->name, unit->n_entries);
+    for (int32_t k = 0; k < n; k++) {
+        const struct entry *entry = &unit->entries[k];
+        const struct param *p = &unit->params[entry->param];
+        if (!grads[k] || p->frozen) continue;
+        char name[96], text[TENSOR_TEXT], want[TENSOR_TEXT];
+        struct tensor full, grad;
+        snprintf(name, sizeof name, "grads[%d] (of '%.48s')", k, entry->name);
+        TRY(tensor_import(grads[k], name, &grad));
+        tensor_make(&full, NULL, p->full_type, p->ndim, p->shape);
+        CHECK_ARG(grad.type == p->full_type && tensor_same_shape(&grad, &full),
+                  "%s is %s: it must be as the full parameter, %s", name, tensor_text(&grad, text),
+                  tensor_text(&full, want));
+        out[k] = grad;
+    }
+    return FSDP_OK;
+}
+
+/* A dense copy of a gradient in memory of the work, made now, on the host's thread. */
+static fsdp_status dense_copy(fsdp_work *work, struct tensor *t)
+{
+    struct op *op = &work->ops[0];
+    struct packed *packed = work_memory(work, sizeof *packed);
+    void *copy;
+    if (!packed) return FSDP_ERR_NOMEM;
+    if (!t->count) return FSDP_OK;
+    TRY(os_map_anonymous(os_page_round(t->bytes), &copy));
+    *packed = (struct packed){.next = op->packed, .bytes = os_page_round(t->bytes)};
+    tensor_make(&packed->copy, copy, t->type, t->ndim, t->shape);
+    op->packed = packed;
+    tensor_copy(&packed->copy, t);
+    *t = packed->copy;
+    return FSDP_OK;
+}
+
+/* a += b, in memory of the work. */
+static fsdp_status tie(fsdp_work *work, struct tensor *a, struct tensor *b)
+{
+    TRY(dense_copy(work, a));
+    TRY(dense_copy(work, b));
+    struct kernel_reduce how = {
+        .op = FSDP_SUM, .src_type = a->type, .dst_type = a->type, .n_src = 2, .scale = 1, .divisor = 1};
+    const void *sources[] = {a->data, b->data};
+    kernel_reduce(&how, a->data, sources, (size_t)a->count);
+    return FSDP_OK;
+}
+
+/* By parameter, from those by entry. */
+static fsdp_status grads_tie(fsdp_work *work, fsdp_unit *unit, struct tensor *given, struct tensor *out)
+{
+    for (int32_t i = 0; i < unit->n_params; i++) out[i].count = -1;
+    for (int32_t k = 0; k < unit->n_entries; k++) {
+        struct tensor *grad = &out[unit->entries[k].param];
+        if (given[k].count < 0) continue;
+        if (grad->count < 0)
+            *grad = given[k];
+        else
+            TRY(tie(work, grad, &given[k]));
+    }
+    return FSDP_OK;
+}
+
+/* ---- accumulation */
+
+/* Gradients that are to be added to what a buffer holds must be dense. */
+static fsdp_status grads_dense(fsdp_work *work, const fsdp_unit *unit, struct tensor *grads)
+{
+    for (int32_t i = 0; i < unit->n_params; i++)
+        if (unit->params[i].accumulating && grads[i].count >= 0 && !grads[i].contiguous)
+            TRY(dense_copy(work, &grads[i]));
+    return FSDP_OK;
+}
+
+static void accumulate(fsdp_unit *unit, const struct tensor *grads)
+{
+    for (int32_t i = 0; i < unit->n_params; i++) {
         struct param *p = &unit->params[i];
-        if (p->frozen) continue;
-        const void *grad = op->transfer.pieces[k++].in;
+        if (p->frozen || grads[i].count < 0) continue;
+        struct tensor sum;
+        param_whole(p, p->accumulated, param_wide(p->full_type), &sum);
         struct kernel_reduce how = {.op = FSDP_SUM,
-                                    .src_type = p->type,
-                                    .dst_type = p->accumulated_type,
+                                    .src_type = p->full_type,
+                                    .dst_type = sum.type,
                                     .n_src = 1,
                                     .scale = 1,
                                     .divisor = 1,
                                     .accumulate = 1};
-        if (grad) kernel_reduce(&how, p->accumulated, &grad, (size_t)p->count);
+        const void *from = grads[i].data;
+        if (p->accumulating)
+            kernel_reduce(&how, sum.data, &from, (size_t)p->count);
+        else
+            tensor_copy(&sum, &grads[i]);
+        p->accumulating = 1;
     }
     unit->accumulates = 1;
 }
 
-/* The buffers, which hold these gradients too by now, in place of them. They last until unit_settle. */
-static void send_accumulated(fsdp_unit *unit, struct op *op)
+/* ---- operations */
+
+static fsdp_status op_begin(fsdp_work *work, int32_t index, fsdp_op_kind kind, const fsdp_unit *unit, uint64_t flags,
+                            struct op **out)
 {
-    for (int32_t i = 0, k = 0; i < unit->n_params; i++) {
-        const struct param *p = &unit->params[i];
-        if (p->frozen) continue;
-        struct piece *piece = &op->transfer.pieces[k++];
-        piece->type = wide(p->type);
-        piece->in = p->accumulated;
-    }
-    op->header.hash = hash_number(op->header.hash, 1);
+    uint64_t hash = hash_number(hash_number(unit->hash, flags), (uint64_t)index);
+    hash = hash_bytes(hash, &unit->divisor, sizeof unit->divisor);
+    for (int32_t i = 0; i < unit->n_params; i++) hash = hash_number(hash, (uint64_t)unit->params[i].frozen);
+    struct op *op = op_init(work, index, kind, hash, unit->name, sizeof unit->name);
+    op->transfer.pieces = work_memory(work, (size_t)unit->n_params * sizeof(struct piece));
+    op->transfer.reader = -1;
+    op->transfer.op = FSDP_SUM;
+    *out = op;
+    return op->transfer.pieces ? FSDP_OK : FSDP_ERR_NOMEM;
 }
 
-/* ---- reduction */
-
-static fsdp_status reduce(fsdp_unit *unit, const struct tensor *grads, fsdp_work **handle)
+/* How many elements of a gradient each replica reduces: whole cache lines. */
+static int64_t slice_of(const fsdp_unit *unit, const struct param *p, int64_t count)
 {
-    fsdp_model *model = unit->model;
-    fsdp_group *group = model->group;
-    fsdp_work *work;
-    TRY(work_create(group, &group->collectives, 1, 0, &work));
-    struct op *op = op_init(work, FSDP_OP_REDUCE_GRADS, unit->hash, unit->name, sizeof unit->name);
+    int64_t line = PARAM_ALIGN / (int64_t)dtype_size(p->grad_type), n = unit_replicas(unit);
+    int64_t step = (count + n - 1) / n;
+    return (step + line - 1) / line * line;
+}
 
-    /* All that can fail comes first: nothing is added to a buffer unless the call goes through. */
-    fsdp_status status = pieces_make(work, unit, grads);
-    int trainable = op->transfer.n_pieces > 0, send = trainable && model->sync;
-    int add = trainable && (!model->sync || unit->accumulates);
-    if (status == FSDP_OK && add) status = buffers_make(unit, &op->transfer);
-    if (status == FSDP_OK) status = send ? unit_keep(unit, work) : unit_nothing(unit, handle);
-    if (status == FSDP_OK && add) accumulate(unit, op);
-    if (status != FSDP_OK || !send) {
-        work_release(work);
-        return status;
+/* The sharded gradient with shard_dim in front: in place, or in a copy that is read before operation `first` and written
+ * back after `last`. */
+static fsdp_status grad_place(fsdp_work *work, const struct param *p, struct op *first, struct op *last, char **out)
+{
+    struct tensor grad;
+    param_shard(p, p->grad, p->grad_type, &grad);
+    tensor_first(&grad, p->shard_dim);
+    if (first == last) return work_pack(work, &first->packed, &grad, p->grad_type, PACK_BOTH, out);
+    struct packed *before = first->packed;
+    TRY(work_pack(work, &first->packed, &grad, p->grad_type, PACK_IN, out));
+    if (first->packed == before) return FSDP_OK;
+    struct packed *back = work_memory(work, sizeof *back);
+    if (!back) return FSDP_ERR_NOMEM;
+    *back = *first->packed;
+    back->way = PACK_OUT;
+    back->bytes = 0;
+    back->next = last->packed;
+    last->packed = back;
+    return FSDP_OK;
+}
+
+/* Which dtype a gradient travels in. What is narrower than float32 is summed in float32 anyway, so widening it before
+ * would only cost. */
+static enum dtype travels_as(const fsdp_unit *unit, enum dtype type)
+{
+    enum dtype reduce = unit->precision.reduce;
+    if (reduce == PRECISION_NONE || reduce == type) return type;
+    return dtype_size(reduce) < dtype_size(type) || reduce == DTYPE_F64 || dtype_size(type) == dtype_size(reduce)
+               ? reduce
+               : type;
+}
+
+/* This rank's gradient of a whole parameter, or with `add` the buffer that will hold it too, as the source of a
+ * piece. */
+static fsdp_status source(fsdp_work *work, struct op *op, fsdp_unit *unit, const struct param *p,
+                          const struct tensor *grad, int add, struct piece *piece)
+{
+    struct tensor from = *grad;
+    char *in = NULL;
+    if (add) param_whole(p, p->accumulated, param_wide(p->full_type), &from);
+    piece->type = travels_as(unit, add ? param_wide(p->full_type) : p->full_type);
+    if (grad->count >= 0 || (add && p->accumulating)) {
+        tensor_first(&from, p->shard_dim);
+        TRY(work_pack(work, &op->packed, &from, piece->type, PACK_IN, &in));
     }
-    if (add) send_accumulated(unit, op);
+    piece->in = in;
+    return FSDP_OK;
+}
 
+/* Sum over the shard dimension: into the gradient, or (hybrid) into the partial sums. */
+static fsdp_status build_scatter(fsdp_work *work, fsdp_unit *unit, const struct tensor *grads, int add)
+{
+    struct op *op;
+    int partial = unit->replicate_group != NULL;
+    TRY(op_begin(work, 0, FSDP_OP_REDUCE_GRADS, unit, (uint64_t)(add + 2 * partial * unit->has_partials), &op));
+    op->transfer.shape = TRANSFER_REDUCE;
+    op->transfer.divisor = partial ? 1 : unit->divisor;
+    op->transfer.accumulate = partial ? unit->has_partials : !unit->stale_grads;
+    for (int32_t i = 0; i < unit->n_params; i++) {
+        const struct param *p = &unit->params[i];
+        if (p->frozen) continue;
+        struct piece piece = {.out_type = partial ? param_wide(p->full_type) : p->grad_type,
+                              .in_split = {.count = p->count, .at = p->at, .only = -1},
+                              .out_split = {.only = -1}};
+        TRY(source(work, op, unit, p, &grads[i], add, &piece));
+        if (partial)
+            piece.out = p->shard_count ? unit->partials + p->partial_at : NULL;
+        else
+            TRY(grad_place(work, p, op, op, &piece.out));
+        op->transfer.pieces[op->transfer.n_pieces++] = piece;
+        op->header.count += p->count;
+    }
+    return work_addresses(work, &op->transfer);
+}
+
+/* Sum over the replicas, a slice each, then the slices to all. Sources: the partial sums (grads NULL), else as above. */
+static fsdp_status build_replicate(fsdp_work *work, fsdp_unit *unit, const struct tensor *grads, int add)
+{
+    struct op *sum, *give;
+    int rank = unit->replicate_group->rank;
+    TRY(op_begin(work, 0, FSDP_OP_REPLICATE_GRADS, unit, (uint64_t)add, &sum));
+    TRY(op_begin(work, 1, FSDP_OP_REPLICATE_GRADS, unit, (uint64_t)add, &give));
+    sum->transfer.shape = TRANSFER_REDUCE;
+    sum->transfer.divisor = unit->divisor;
+    sum->transfer.accumulate = !unit->stale_grads;
+    give->transfer.shape = TRANSFER_SPREAD;
+    for (int32_t i = 0; i < unit->n_params; i++) {
+        const struct param *p = &unit->params[i];
+        if (p->frozen) continue;
+        struct split slices = {.count = p->shard_count, .step = slice_of(unit, p, p->shard_count), .only = -1};
+        struct piece piece = {.out_type = p->grad_type, .in_split = slices, .out_split = {.only = -1}};
+        char *grad;
+        TRY(grad_place(work, p, sum, give, &grad));
+        if (grads) {
+            TRY(source(work, sum, unit, p, &grads[i], add, &piece));
+        } else {
+            piece.type = param_wide(p->full_type);
+            piece.in = p->shard_count ? unit->partials + p->partial_at : NULL;
+        }
+        char *own = grad ? grad + (size_t)split_begin(&slices, rank) * dtype_size(p->grad_type) : NULL;
+        piece.out = own;
+        sum->transfer.pieces[sum->transfer.n_pieces++] = piece;
+        give->transfer.pieces[give->transfer.n_pieces++] = (struct piece){.in = own,
+                                                                          .out = grad,
+                                                                          .type = p->grad_type,
+                                                                          .out_type = p->grad_type,
+                                                                          .in_split = {.only = -1},
+                                                                          .out_split = slices};
+        sum->header.count += p->shard_count;
+        give->header.count += p->shard_count;
+    }
+    TRY(work_addresses(work, &sum->transfer));
+    return work_addresses(work, &give->transfer);
+}
+
+static int64_t bytes_of(const struct op *op)
+{
     int64_t bytes = 0;
     for (int32_t k = 0; k < op->transfer.n_pieces; k++)
         bytes += op->transfer.pieces[k].in_split.count * (int64_t)dtype_size(op->transfer.pieces[k].type);
-    status = lane_submit(work, handle);
-    if (status == FSDP_OK) model->reduced_bytes += bytes;
-    if (status == FSDP_OK && handle) {
-        ref_get(&work->ref);
-        unit->reducing = work;
-    } else {
-        unit_drop_accumulated(unit);
-    }
-    if (status != FSDP_OK) err_save(&unit->lost);
-    return status;
+    return bytes;
 }
 
-fsdp_status unit_settle(fsdp_unit *unit)
+/* ---- replicas, in their turn */
+
+static void lose(fsdp_unit *unit)
+{
+    err_save(&unit->lost);
+}
+
+/* First stage, if it goes on. */
+static fsdp_status reduced(fsdp_unit *unit)
 {
     if (!unit->reducing) return FSDP_OK;
     fsdp_status status = work_wait(unit->reducing, -1);
     if (!atomic_load_explicit(&unit->reducing->done, memory_order_acquire)) return status; /* inside a callback */
     work_release(unit->reducing);
     unit->reducing = NULL;
-    unit_drop_accumulated(unit); /* what was sent */
-    if (status != FSDP_OK) err_save(&unit->lost);
+    if (status != FSDP_OK) lose(unit);
     return status;
 }
 
-fsdp_status unit_post_backward(fsdp_unit *unit, const DLTensor *const *grads, int32_t n, fsdp_work **handle)
+static fsdp_status replicate(fsdp_unit *unit, fsdp_work **handle)
+{
+    fsdp_group *group = unit->replicate_group;
+    fsdp_work *work;
+    TRY(work_create(group, &group->collectives, 2, 0, &work));
+    fsdp_status status = build_replicate(work, unit, NULL, 0);
+    if (status == FSDP_OK) status = unit_keep(unit, work);
+    if (status != FSDP_OK) {
+        work_release(work);
+        return status;
+    }
+    int64_t bytes = bytes_of(&work->ops[0]);
+    unit->has_partials = unit->stale_grads = 0;
+    status = lane_submit(work, handle);
+    if (status == FSDP_OK) unit->replicated_bytes += bytes;
+    return status;
+}
+
+fsdp_status model_replicate(fsdp_model *model)
+{
+    if (!model->awaiting) return FSDP_OK;
+    fsdp_unit *unit = units_find(model, model->awaiting - 1);
+    if (!unit) {
+        model->awaiting = 0;
+        return FSDP_OK;
+    }
+    fsdp_status status = reduced(unit);
+    if (!unit->reducing) {
+        model->awaiting = 0;
+        if (status == FSDP_OK && (status = replicate(unit, &unit->replicating)) != FSDP_OK) lose(unit);
+    }
+    unit_release(unit);
+    return status;
+}
+
+fsdp_status unit_settle(fsdp_unit *unit)
+{
+    fsdp_status first = FSDP_OK;
+    if (unit->model->awaiting == unit->number + 1) first = model_replicate(unit->model);
+    if (first == FSDP_OK) first = reduced(unit);
+    if (!unit->replicating) return first;
+    fsdp_status status = work_wait(unit->replicating, -1);
+    if (!atomic_load_explicit(&unit->replicating->done, memory_order_acquire)) return status; /* inside a callback */
+    work_release(unit->replicating);
+    unit->replicating = NULL;
+    if (status != FSDP_OK) lose(unit);
+    return first != FSDP_OK ? first : status;
+}
+
+/* ---- post_backward */
+
+static fsdp_status submit(fsdp_unit *unit, fsdp_work *work, fsdp_work **handle)
+{
+    int64_t bytes = bytes_of(&work->ops[0]),
+            *counter = unit->shard_group ? &unit->reduced_bytes : &unit->replicated_bytes;
+    int hybrid = unit->shard_group && unit->replicate_group;
+    if (!hybrid) unit->stale_grads = 0;
+    fsdp_status status = lane_submit(work, handle);
+    if (status == FSDP_OK) {
+        *counter += bytes;
+        if (handle) {
+            ref_get(&work->ref);
+            unit->reducing = work;
+        }
+        if (hybrid) unit->has_partials = 1;
+        if (hybrid && unit->all_reduce) {
+            if (handle) {
+                (void)model_replicate(unit->model); /* the one before; its failure is kept there */
+                unit->model->awaiting = unit->number + 1;
+                return FSDP_OK;
+            }
+            status = replicate(unit, NULL);
+        }
+    }
+    if (status != FSDP_OK) lose(unit);
+    return status;
+}
+
+static fsdp_status reduce(fsdp_unit *unit, struct tensor *given, struct tensor *grads, fsdp_work **handle)
+{
+    fsdp_group *group = unit->shard_group ? unit->shard_group : unit->replicate_group;
+    int trainable = 0;
+    for (int32_t i = 0; i < unit->n_params; i++) trainable |= !unit->params[i].frozen;
+    int send = trainable && unit->sync && (unit->shard_group || unit->all_reduce);
+    int add = trainable && (!send || unit->accumulates);
+    fsdp_work *work;
+    TRY(work_create(group, &group->collectives, unit->shard_group ? 1 : 2, 0, &work));
+
+    /* All that can fail comes first: nothing is added to a buffer unless the call goes through. */
+    fsdp_status status = grads_tie(work, unit, given, grads);
+    if (status == FSDP_OK && add) status = buffers_make(unit, grads);
+    if (status == FSDP_OK && add) status = grads_dense(work, unit, grads);
+    if (status == FSDP_OK && send && unit->shard_group && unit->replicate_group) status = partials_make(unit);
+    if (status == FSDP_OK && send)
+        status = unit->shard_group ? build_scatter(work, unit, grads, add) : build_replicate(work, unit, grads, add);
+    if (status == FSDP_OK) status = send ? unit_keep(unit, work) : unit_nothing(unit, handle);
+    if (status == FSDP_OK && add) {
+        accumulate(unit, grads);
+        memory_peaks(unit->model);
+    }
+    if (status != FSDP_OK || !send) {
+        work_release(work);
+        return status;
+    }
+    status = submit(unit, work, handle);
+    drop_accumulated(unit);
+    return status;
+}
+
+fsdp_status unit_reduce(fsdp_unit *unit, const DLTensor *const *grads, int32_t n, fsdp_work **handle)
 {
     TRY(group_usable(unit->model->group));
-    struct tensor *checked = mem_array((size_t)unit->n_params, sizeof *checked);
-    if (!checked) return mem_none("gradients", (size_t)unit->n_params * sizeof *checked);
+    size_t most = (size_t)(unit->n_entries + unit->n_params);
+    struct tensor *checked = mem_array(most, sizeof *checked);
+    if (!checked) return mem_none("gradients", most * sizeof *checked);
+    for (int32_t k = 0; k < unit->n_entries; k++) checked[k].count = -1;
     fsdp_status status = grads_import(unit, grads, n, checked);
     if (status == FSDP_OK)
         status = unit_settle(unit); /* one reduction of a unit at a time: the next adds to its result */
     if (status == FSDP_OK)
         status = unit_unshard_end(unit); /* so that resharding can't fail once the work is on its way */
-    if (status == FSDP_OK) status = reduce(unit, checked, handle);
+    if (status == FSDP_OK) status = reduce(unit, checked, checked + unit->n_entries, handle);
     mem_free(checked);
-    return status == FSDP_OK ? unit_reshard(unit) : status;
+    return status;
 }

@@ -122,7 +122,7 @@ static int units_finite(const struct units *units)
     for (int32_t i = 0; i < units->n && finite; i++)
         for (int32_t k = 0; k < units->at[i]->n_params && finite; k++) {
             const struct param *p = &units->at[i]->params[k];
-            if (p->grad) finite = kernel_all_finite(p->type, p->grad, (size_t)(p->rows * p->row));
+            if (p->grad && !p->frozen) finite = kernel_all_finite(p->grad_type, p->grad, (size_t)p->shard_count);
         }
     return finite;
 }

@@ -1,7 +1,7 @@
-/* Units: making one, its tensors, its end. See fsdp.h.
+/* Units: making one, and its end. See fsdp.h.
  *
- * Making is collective and all-or-nothing: each rank does its own part (checks, memory, its rows), then the
- * ranks tell each other how that went; rank 0 reserves the shared region; all map it and tell again.
+ * Making is collective over the model's ranks and all-or-nothing: each rank does its own part (checks, memory, its
+ * values), then the ranks tell each other how that went and what they made, and compare.
  */
 #include "fsdp/fsdp.h"
 
@@ -20,9 +20,24 @@ void unit_retain(fsdp_unit *unit)
     ref_get(&unit->ref);
 }
 
+int unit_shard_rank(const fsdp_unit *unit)
+{
+    return unit->shard_group ? unit->shard_group->rank : 0;
+}
+
+int unit_shard_size(const fsdp_unit *unit)
+{
+    return unit->shard_group ? unit->shard_group->size : 1;
+}
+
+int unit_replicas(const fsdp_unit *unit)
+{
+    return unit->replicate_group ? unit->replicate_group->size : 1;
+}
+
 /* ---- the end */
 
-static void let_go(void *unit)
+void unit_let_go(void *unit)
 {
     unit_release(unit);
 }
@@ -30,37 +45,46 @@ static void let_go(void *unit)
 fsdp_status unit_keep(fsdp_unit *unit, fsdp_work *work)
 {
     unit_retain(unit);
-    fsdp_status status = work_keep(work, let_go, unit);
+    fsdp_status status = work_keep(work, unit_let_go, unit);
     if (status != FSDP_OK) unit_release(unit);
     return status;
 }
 
-static void unit_unlink(fsdp_unit *unit)
+/* With the model's lock held: out of the list, its counts into the model's. */
+static void unlink_unit(fsdp_unit *unit)
 {
-    fsdp_unit **at = &unit->model->units;
+    fsdp_model *model = unit->model;
+    fsdp_unit **at = &model->units;
     while (*at && *at != unit) at = &(*at)->next;
-    if (*at) *at = unit->next;
+    if (!*at) return;
+    *at = unit->next;
+    model->published_bytes += unit->published_bytes;
+    model->reduced_bytes += unit->reduced_bytes;
+    model->replicated_bytes += unit->replicated_bytes;
 }
 
 static void unit_free(fsdp_unit *unit)
 {
     fsdp_model *model = unit->model;
-    struct transport *t = model->group->transport;
     work_release(unit->unsharding);
     work_release(unit->reducing);
-    unit_drop_accumulated(unit);
-    if (unit->full) {
-        if (unit->has_region || unit->state != FSDP_UNIT_SHARDED) model_count_unsharded(model, -unit->full_data);
-        os_unmap(unit->full, unit->full_mapped);
-    }
-    if (unit->has_region) t->ops->region_release(t, &unit->region);
+    work_release(unit->replicating);
+    unit_free_gradients(unit);
+    if (unit->chunk)
+        memory_count(model, -(int64_t)unit->chunk_mapped, -(int64_t)unit->chunk_mapped * model->group->size);
+    os_unmap(unit->chunk, unit->chunk_mapped);
+    os_unmap(unit->full, unit->full_mapped);
     os_unmap(unit->shards, os_page_round(unit->shard_bytes));
     os_unmap(unit->grads, os_page_round(unit->grad_bytes));
     for (int32_t i = 0; unit->params && i < unit->n_params; i++) {
         mem_free(unit->params[i].name);
         mem_free(unit->params[i].at);
     }
+    for (int32_t k = 0; unit->entries && k < unit->n_entries; k++) mem_free(unit->entries[k].name);
     mem_free(unit->params);
+    mem_free(unit->entries);
+    mem_free(unit->prefetch[FSDP_FORWARD].units);
+    mem_free(unit->prefetch[FSDP_BACKWARD].units);
     mem_free(unit);
     model_release(model);
 }
@@ -70,13 +94,35 @@ void unit_release(fsdp_unit *unit)
     if (!unit || !ref_put(&unit->ref)) return;
     if (!ref_forked(&unit->ref)) { /* a forked child may have the lock as another thread of its parent held it */
         pthread_mutex_lock(&unit->model->lock);
-        unit_unlink(unit);
+        unlink_unit(unit);
         pthread_mutex_unlock(&unit->model->lock);
     }
     unit_free(unit);
 }
 
-/* ---- making: this rank's part */
+/* ---- making: what is asked for */
+
+static fsdp_status check_unmanaged(fsdp_model *model, const fsdp_param *given, int32_t index)
+{
+    fsdp_status status = FSDP_OK;
+    pthread_mutex_lock(&model->lock);
+    for (fsdp_unit *unit = model->units; unit && status == FSDP_OK; unit = unit->next)
+        for (int32_t k = 0; k < unit->n_entries && status == FSDP_OK; k++) {
+            const struct entry *entry = &unit->entries[k];
+            if (strcmp(entry->name, given->name) == 0)
+                status = err(FSDP_ERR_INVALID,
+                             "params[%d]: '%s' is managed by unit '%s' of model '%s' already: put modules that share a "
+                             "parameter into one unit",
+                             index, given->name, unit->name, model->name);
+            else if (given->id && given->id == entry->id)
+                status = err(FSDP_ERR_INVALID,
+                             "params[%d]: '%s' is the same parameter as '%s' of unit '%s': put modules that share a "
+                             "parameter into one unit",
+                             index, given->name, entry->name, unit->name);
+        }
+    pthread_mutex_unlock(&model->lock);
+    return status;
+}
 
 static fsdp_status check_param(fsdp_model *model, const fsdp_param *params, const struct tensor *fulls, int32_t index)
 {
@@ -87,214 +133,276 @@ static fsdp_status check_param(fsdp_model *model, const fsdp_param *params, cons
     CHECK_ARG(given->reserved == 0, "params[%d].reserved is %d: it must be 0", index, given->reserved);
     CHECK_ARG(full->ndim >= 1, "params[%d] '%s' is 0-dim: it has no rows to shard; give it one dimension, (1,)", index,
               given->name);
+    CHECK_ARG(given->shard_dim >= 0 && given->shard_dim < full->ndim,
+              "params[%d] '%s': shard_dim is %d, but it has dimensions 0 to %d", index, given->name, given->shard_dim,
+              full->ndim - 1);
+    CHECK_ARG(given->meta == 0 || given->meta == 1, "params[%d] '%s': meta is %d: 0 or 1", index, given->name,
+              given->meta);
     if (!dtype_is_float(full->type))
         return err(FSDP_ERR_UNSUPPORTED, "params[%d] '%s' is %s: parameters have a float dtype", index, given->name,
                    dtype_name(full->type));
     for (int32_t other = 0; other < index; other++)
         CHECK_ARG(strcmp(params[other].name, given->name) != 0, "params[%d] and params[%d] are both named '%s'", other,
                   index, given->name);
-    fsdp_status status = FSDP_OK;
-    pthread_mutex_lock(&model->lock);
-    for (fsdp_unit *unit = model->units; unit && status == FSDP_OK; unit = unit->next)
-        for (int32_t i = 0; i < unit->n_params && status == FSDP_OK; i++)
-            if (strcmp(unit->params[i].name, given->name) == 0)
-                status = err(FSDP_ERR_INVALID,
-                             "params[%d]: '%s' is managed by unit '%s' of model '%s' already: put modules that share a "
-                             "parameter into one unit",
-                             index, given->name, unit->name, model->name);
-    pthread_mutex_unlock(&model->lock);
-    return status;
+    return check_unmanaged(model, given, index);
 }
 
-/* What the ranks must agree on. */
-static uint64_t unit_hash(const fsdp_unit *unit, const fsdp_param *params, const struct tensor *fulls, int32_t n)
+/* The earlier entry that is the same parameter, or -1. */
+static fsdp_status find_tied(const fsdp_param *params, const struct tensor *fulls, int32_t index, int32_t *tied)
+{
+    const fsdp_param *given = &params[index];
+    *tied = -1;
+    for (int32_t other = 0; other < index; other++) {
+        const fsdp_param *before = &params[other];
+        int real = !given->meta && !before->meta && fulls[index].count && fulls[other].count;
+        int same = (given->id && given->id == before->id) || (real && tensor_same_place(&fulls[index], &fulls[other]));
+        if (!same) continue;
+        CHECK_ARG(
+            tensor_same_shape(&fulls[index], &fulls[other]) && fulls[index].type == fulls[other].type &&
+                given->shard_dim == before->shard_dim && !given->frozen == !before->frozen &&
+                given->meta == before->meta,
+            "params[%d] '%s' and params[%d] '%s' are one parameter, but differ in shape, dtype, shard_dim, frozen "
+            "or meta",
+            other, before->name, index, given->name);
+        if (*tied < 0) *tied = other;
+    }
+    return FSDP_OK;
+}
+
+/* ---- settings */
+
+fsdp_status reshard_check(int32_t value, int32_t shard_size)
+{
+    CHECK_ARG(value >= FSDP_RESHARD_NEVER,
+              "reshard_after_forward is %d: FSDP_RESHARD_NEVER (-1), _DEFAULT (0), _ALWAYS (1), or a number of ranks",
+              value);
+    CHECK_ARG(value < 2 || shard_size % value == 0,
+              "reshard_after_forward is %d, which does not divide the %d ranks that parameters are sharded over", value,
+              shard_size);
+    return FSDP_OK;
+}
+
+static int keeps_full(fsdp_strategy strategy)
+{
+    return strategy == FSDP_SHARD_GRAD_OP || strategy == FSDP_HYBRID_SHARD_GRAD_OP || strategy == FSDP_NO_SHARD;
+}
+
+fsdp_status unit_set_reshard_after_forward(fsdp_unit *unit, int32_t value)
+{
+    TRY(reshard_check(value, unit_shard_size(unit)));
+    CHECK_ARG(value < 2 || unit->shard_group, "reshard_after_forward is %d, but unit '%s' is not sharded", value,
+              unit->name);
+    if (value == FSDP_RESHARD_DEFAULT) value = keeps_full(unit->strategy) ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS;
+    if (value > 1 && value == unit_shard_size(unit)) value = FSDP_RESHARD_ALWAYS;
+    if (value != unit->reshard_after_forward) { /* parts for another number of ranks are of no use */
+        TRY(unit_unshard_end(unit));
+        if (unit->chunk) {
+            memory_count(unit->model, -(int64_t)unit->chunk_mapped,
+                         -(int64_t)unit->chunk_mapped * unit->model->group->size);
+            os_unmap(unit->chunk, unit->chunk_mapped);
+            unit->chunk = NULL;
+        }
+        unit->chunked = 0;
+    }
+    unit->reshard_after_forward = value;
+    return FSDP_OK;
+}
+
+static fsdp_status settle_options(fsdp_unit *unit, const fsdp_unit_options *options)
+{
+    fsdp_model *model = unit->model;
+    fsdp_strategy strategy = options->strategy ? options->strategy : model->strategy;
+    CHECK_ARG(strategy >= FSDP_FULL_SHARD && strategy <= FSDP_HYBRID_SHARD_GRAD_OP,
+              "options.strategy is %d: FSDP_FULL_SHARD (1) to FSDP_HYBRID_SHARD_GRAD_OP (5)", strategy);
+    int hybrid = strategy == FSDP_HYBRID_SHARD || strategy == FSDP_HYBRID_SHARD_GRAD_OP;
+    CHECK_ARG(!hybrid || model->shard,
+              "unit '%s' asks for hybrid sharding, which needs a model made with it by fsdp_model_create_on_mesh",
+              unit->name);
+    unit->strategy = strategy;
+    unit->shard_group = hybrid ? model->shard : strategy == FSDP_NO_SHARD ? NULL : model->group;
+    unit->replicate_group = hybrid ? model->replicate : strategy == FSDP_NO_SHARD ? model->group : NULL;
+    unit->precision = model->precision;
+    if (options->precision) TRY(precision_read(options->precision, &unit->precision));
+    int32_t reshard = options->reshard_after_forward;
+    if (!reshard && strategy == model->strategy) reshard = model->reshard_after_forward;
+    CHECK_ARG(reshard != FSDP_RESHARD_ALWAYS || !keeps_full(strategy) || strategy == FSDP_NO_SHARD,
+              "unit '%s': a strategy that keeps parameters full after forward and reshard_after_forward ALWAYS "
+              "contradict each other",
+              unit->name);
+    unit->sync = model->sync;
+    unit->all_reduce = model->all_reduce;
+    unit->divisor = model->divisor;
+    return unit_set_reshard_after_forward(unit, reshard);
+}
+
+static uint64_t options_hash(const fsdp_unit *unit)
 {
     const fsdp_model *model = unit->model;
+    const uint64_t numbers[] = {(uint64_t)unit->number,
+                                (uint64_t)unit->strategy,
+                                (uint64_t)(unit->reshard_after_forward + 1),
+                                (uint64_t)model->private_unshard,
+                                (uint64_t)model->sync_module_states,
+                                (uint64_t)unit->precision.param,
+                                (uint64_t)unit->precision.reduce,
+                                (uint64_t)unit->precision.keep_low_precision_grads,
+                                (uint64_t)model->forward_prefetch,
+                                (uint64_t)model->backward_prefetch,
+                                (uint64_t)model->prefetch_limit};
     uint64_t h = hash_bytes(HASH_START, unit->name, sizeof unit->name);
-    h = hash_number(h, (uint64_t)unit->number);
-    h = hash_number(h, (uint64_t)model->private_unshard * 2 + (uint64_t)model->no_reshard_after_forward);
-    h = hash_bytes(h, &model->divisor, sizeof model->divisor);
-    for (int32_t i = 0; i < n; i++) {
-        h = hash_bytes(h, params[i].name, strlen(params[i].name) + 1);
-        h = hash_number(h, (uint64_t)fulls[i].type * 2 + (uint64_t)(params[i].frozen != 0));
-        h = hash_number(h, (uint64_t)fulls[i].ndim);
-        h = hash_bytes(h, fulls[i].shape, (size_t)fulls[i].ndim * sizeof *fulls[i].shape);
-    }
-    return h;
+    h = hash_bytes(h, numbers, sizeof numbers);
+    return hash_bytes(h, &model->divisor, sizeof model->divisor);
 }
 
-/* Shape, cut and place of one parameter. */
-static fsdp_status param_lay_out(fsdp_unit *unit, int32_t index, const fsdp_param *given, const struct tensor *full)
+static uint64_t param_hash(const fsdp_model *model, const fsdp_param *given, const struct tensor *full, int32_t tied)
 {
-    int size = unit->model->group->size, rank = unit->model->group->rank;
-    struct param *p = &unit->params[index];
-    p->name = mem_strdup(given->name);
-    p->at = mem_array((size_t)size + 1, sizeof *p->at);
-    if (!p->name || !p->at) return mem_none("a parameter", (size_t)size * sizeof *p->at);
-    p->type = full->type;
-    p->ndim = full->ndim;
-    p->frozen = given->frozen != 0;
-    memcpy(p->shape, full->shape, (size_t)full->ndim * sizeof *p->shape);
-    p->count = full->count;
-    p->row = full->count ? tensor_row_count(full) : 0; /* (0, many, many): whose product may overflow */
-    for (int r = 0; r < size; r++) {
-        int64_t start, length;
-        shard_extent(p->shape[0], r, size, &start, &length);
-        p->at[r + 1] = (start + length) * p->row;
-        if (r == rank) p->rows = length;
-    }
-    p->full_at = unit->full_bytes;
-    size_t aligned = (full->bytes + PARAM_ALIGN - 1) & ~(size_t)(PARAM_ALIGN - 1);
-    if (__builtin_add_overflow(unit->full_bytes, aligned, &unit->full_bytes) || unit->full_bytes > PTRDIFF_MAX)
-        return err(FSDP_ERR_NOMEM, "unit '%s' is larger than the address space", unit->name);
-    unit->full_data += (int64_t)full->bytes;
-    unit->shard_data += p->rows * p->row * (int64_t)dtype_size(p->type);
-    return FSDP_OK;
-}
-
-static size_t shard_size(const struct param *p)
-{
-    return ((size_t)(p->rows * p->row) * dtype_size(p->type) + PARAM_ALIGN - 1) & ~(size_t)(PARAM_ALIGN - 1);
-}
-
-static fsdp_status shards_fill(fsdp_unit *unit, const struct tensor *fulls)
-{
-    size_t shard_bytes = 0, grad_bytes = 0;
-    for (int32_t i = 0; i < unit->n_params; i++) {
-        shard_bytes += shard_size(&unit->params[i]);
-        if (!unit->params[i].frozen) grad_bytes += shard_size(&unit->params[i]);
-    }
-    void *block;
-    if (shard_bytes) {
-        TRY(os_map_anonymous(os_page_round(shard_bytes), &block));
-        unit->shards = block;
-        unit->shard_bytes = shard_bytes;
-    }
-    if (grad_bytes) {
-        TRY(os_map_anonymous(os_page_round(grad_bytes), &block));
-        unit->grads = block;
-        unit->grad_bytes = grad_bytes;
-    }
-    int rank = unit->model->group->rank;
-    char *shard = unit->shards, *grad = unit->grads;
-    for (int32_t i = 0; i < unit->n_params; i++) {
-        struct param *p = &unit->params[i];
-        if (p->rows * p->row == 0) continue;
-        p->shard = shard;
-        shard += shard_size(p);
-        if (!p->frozen) {
-            p->grad = grad;
-            grad += shard_size(p);
-        }
-        struct tensor rows = fulls[i], to;
-        rows.data += p->at[rank] / p->row * rows.strides[0] * (int64_t)dtype_size(p->type);
-        rows.shape[0] = p->rows;
-        rows.count = p->rows * p->row;
-        tensor_make(&to, p->shard, p->type, rows.ndim, rows.shape);
-        tensor_copy(&to, &rows);
-    }
-    return FSDP_OK;
+    uint64_t h = hash_bytes(HASH_START, given->name, strlen(given->name) + 1);
+    h = hash_number(h, (uint64_t)full->type * 2 + (uint64_t)(given->frozen != 0));
+    h = hash_number(h, (uint64_t)(tied + 1));
+    h = hash_number(h, (uint64_t)given->shard_dim);
+    if (!model->sync_module_states) h = hash_number(h, (uint64_t)given->meta);
+    h = hash_number(h, (uint64_t)full->ndim);
+    return hash_bytes(h, full->shape, (size_t)full->ndim * sizeof *full->shape);
 }
 
 /* ---- making: together */
 
+#define COMPARED 384 /* parameters that a difference can be told for by name */
+
 struct report { /* what the ranks tell each other; begins with the label that mismatch messages show */
     char label[CALL_LABEL];
     fsdp_status status;
-    int32_t cell;
-    uint64_t offset, bytes;
+    int32_t n;
+    uint64_t hash; /* of all below and more */
+    uint64_t options;
     char message[256];
+    uint32_t params[COMPARED];
 };
+_Static_assert(sizeof(struct report) <= TRANSPORT_PAYLOAD, "what a rank tells must fit into an exchange");
 
-/* Every rank says how it fared; the first failure is everyone's. */
-static fsdp_status agree(fsdp_unit *unit, fsdp_work **prepared, fsdp_status status, const struct region *region,
-                         struct report *first)
+static fsdp_status compare(const fsdp_unit *unit, const struct report *all, const fsdp_param *params, int32_t n)
 {
     fsdp_group *group = unit->model->group;
-    struct report mine = {.status = status};
+    const struct report *first = &all[0];
+    for (int r = 1; r < group->size; r++) {
+        const struct report *other = &all[r];
+        if (other->hash == first->hash) continue;
+        char what[256], a[CALL_LABEL], b[CALL_LABEL];
+        memcpy(a, first->label, sizeof a);
+        memcpy(b, other->label, sizeof b);
+        a[sizeof a - 1] = b[sizeof b - 1] = 0;
+        int32_t k = 0;
+        while (k < first->n && k < other->n && k < COMPARED && first->params[k] == other->params[k]) k++;
+        if (strcmp(a, b) != 0)
+            snprintf(what, sizeof what, "they are two different units");
+        else if (first->n != other->n)
+            snprintf(what, sizeof what, "they have %d and %d parameters", first->n, other->n);
+        else if (first->options != other->options)
+            snprintf(what, sizeof what,
+                     "they differ in options (strategy, precision, reshard_after_forward, the "
+                     "model's), or in how many units were made before");
+        else
+            snprintf(what, sizeof what,
+                     "parameter %d (here '%.100s') differs in name, shape, dtype, shard_dim, frozen flag, meta or what "
+                     "it is tied to",
+                     k, k < n ? params[k].name : "none");
+        uint64_t sequence = group->sequence;
+        err(FSDP_ERR_MISMATCH,
+            "group '%s', operation %llu: rank 0 called create_unit of unit '%s', rank %d called create_unit of unit "
+            "'%s': %s; all ranks must make the same units in the same order",
+            group->name, (unsigned long long)sequence, a, r, b, what);
+        err_operation(FSDP_OP_CREATE_UNIT, sequence, 0, r);
+        return FSDP_ERR_MISMATCH;
+    }
+    return FSDP_OK;
+}
+
+/* Every rank says how it fared and what it made; the first failure is everyone's. */
+static fsdp_status agree(fsdp_unit *unit, fsdp_work **prepared, fsdp_status status, struct report *mine,
+                         struct report *all, const fsdp_param *params, int32_t n)
+{
+    fsdp_group *group = unit->model->group;
     fsdp_error_info failure;
     err_save(&failure);
-    memcpy(mine.label, unit->name, sizeof mine.label);
-    if (status != FSDP_OK) snprintf(mine.message, sizeof mine.message, "%.250s", failure.message);
-    if (region) {
-        mine.cell = region->cell;
-        mine.offset = region->offset;
-        mine.bytes = region->bytes;
-    }
-    struct report all[GROUP_MAX_RANKS];
-    fsdp_status met =
-        group_exchange_prepared(group, prepared, FSDP_OP_CREATE_UNIT, unit->hash, &mine, sizeof mine, all);
-    if (met == FSDP_OK && first) *first = all[0];
-    for (int r = 0; met == FSDP_OK && r < group->size; r++) {
+    memcpy(mine->label, unit->name, sizeof mine->label);
+    mine->status = status;
+    if (status != FSDP_OK) snprintf(mine->message, sizeof mine->message, "%.250s", failure.message);
+    TRY(group_exchange_prepared(group, prepared, FSDP_OP_CREATE_UNIT, HASH_START, mine, sizeof *mine, all));
+    TRY(compare(unit, all, params, n));
+    for (int r = 0; r < group->size; r++) {
         if (all[r].status == FSDP_OK) continue;
         all[r].message[sizeof all[r].message - 1] = 0;
-        met = r == group->rank
-                  ? err_restore(&failure)
-                  : err(all[r].status, "making unit '%s': rank %d reported: %s", unit->name, r, all[r].message);
+        return r == group->rank
+                   ? err_restore(&failure)
+                   : err(all[r].status, "making unit '%s': rank %d reported: %s", unit->name, r, all[r].message);
     }
-    return met;
-}
-
-static fsdp_status make_private(fsdp_unit *unit)
-{
-    if (!unit->full_bytes) return FSDP_OK;
-    void *full;
-    unit->full_mapped = os_page_round(unit->full_bytes);
-    TRY(os_map_anonymous(unit->full_mapped, &full));
-    unit->full = full;
     return FSDP_OK;
 }
 
-static fsdp_status map_region(fsdp_unit *unit, struct region *region)
+static fsdp_status entries_make(fsdp_unit *unit, const fsdp_param *params, const struct tensor *fulls, int32_t n,
+                                struct report *mine)
 {
-    struct transport *t = unit->model->group->transport;
-    if (region->bytes < unit->full_bytes)
-        return err(FSDP_ERR_INTERNAL, "rank 0 reserved %zu bytes for unit '%s', not %zu", region->bytes, unit->name,
-                   unit->full_bytes);
-    TRY(t->ops->region_map(t, region));
-    void *view;
-    fsdp_status status = os_map_private(region->fd, region->offset, region->bytes, NULL, &view);
-    if (status != FSDP_OK) return status;
-    unit->full = view;
-    unit->full_mapped = region->bytes;
-    unit->region = *region;
-    unit->has_region = 1;
-    model_count_unsharded(unit->model, unit->full_data);
-    return FSDP_OK;
-}
-
-static fsdp_status make_shared(fsdp_unit *unit, fsdp_work **prepared)
-{
-    struct transport *t = unit->model->group->transport;
-    struct region region = {.fd = -1};
-    struct report first;
+    unit->hash = mine->options = options_hash(unit);
+    unit->params = mem_array((size_t)n, sizeof *unit->params);
+    unit->entries = mem_array((size_t)n, sizeof *unit->entries);
+    if (!unit->params || !unit->entries) return mem_none("a unit's parameters", (size_t)n * sizeof *unit->params);
     fsdp_status status = FSDP_OK;
-    if (t->rank == 0) status = t->ops->region_reserve(t, unit->full_bytes, &region);
-    int reserved = t->rank == 0 && status == FSDP_OK;
-    status = agree(unit, &prepared[0], status, &region, &first);
-    if (status == FSDP_OK && t->rank != 0) {
-        region.cell = first.cell;
-        region.offset = first.offset;
-        region.bytes = first.bytes;
+    mine->n = n;
+    for (int32_t k = 0; k < n; k++) {
+        int32_t tied;
+        fsdp_status found = find_tied(params, fulls, k, &tied);
+        if (found != FSDP_OK) return found;
+        uint64_t hash = param_hash(unit->model, &params[k], &fulls[k], tied);
+        unit->hash = hash_number(unit->hash, hash);
+        if (k < COMPARED) mine->params[k] = (uint32_t)(hash ^ hash >> 32);
+        struct entry *entry = &unit->entries[unit->n_entries++];
+        entry->id = params[k].id;
+        entry->param = tied >= 0 ? unit->entries[tied].param : unit->n_params;
+        if (status == FSDP_OK && !(entry->name = mem_strdup(params[k].name))) status = mem_none("a name", 1);
+        if (tied < 0) {
+            struct param *p = &unit->params[unit->n_params++];
+            if (status == FSDP_OK) status = param_lay_out(unit, p, &params[k], &fulls[k]);
+        }
     }
-    if (status == FSDP_OK) {
-        status = map_region(unit, &region);
-        status = agree(unit, &prepared[1], status, NULL, NULL);
-    }
-    if (status != FSDP_OK && (reserved || region.shared) && !unit->has_region) {
-        fsdp_error_info failure;
-        err_save(&failure);
-        t->ops->region_release(t, &region);
-        (void)err_restore(&failure);
-    }
+    mine->hash = unit->hash;
     return status;
 }
 
-/* `exchanges`: three, made beforehand: once this rank's peers may wait for it, nothing here fails for want of
+/* `prepared` and `all` are made beforehand: once this rank's peers may wait for it, nothing here fails for want of
  * memory. */
-static fsdp_status make(fsdp_model *model, const char *name, const fsdp_param *params, const struct tensor *fulls,
-                        int32_t n, fsdp_work **exchanges, fsdp_unit **out)
+static fsdp_status make(fsdp_unit *unit, const fsdp_param *params, const struct tensor *fulls, int32_t n,
+                        fsdp_work **prepared, struct report *all)
 {
+    fsdp_model *model = unit->model;
+    struct report mine = {.n = 0};
+    fsdp_status status = entries_make(unit, params, fulls, n, &mine);
+    if (status == FSDP_ERR_INVALID) return status; /* this rank's arguments: as other argument errors */
+    if (status == FSDP_OK) status = unit_memory(unit);
+    if (status == FSDP_OK && !model->sync_module_states) unit_take_values(unit, params, fulls);
+    if (status == FSDP_OK && model->sync_module_states && model->group->rank == 0)
+        for (int32_t k = 0; k < n && status == FSDP_OK; k++)
+            if (params[k].meta)
+                status = err(FSDP_ERR_INVALID,
+                             "params[%d] '%s' is meta on rank 0, whose values sync_module_states gives "
+                             "to all",
+                             k, params[k].name);
+    TRY(agree(unit, prepared, status, &mine, all, params, n));
+    if (model->sync_module_states) TRY(unit_sync_values(unit, fulls));
+    model->units_made++;
+    pthread_mutex_lock(&model->lock);
+    fsdp_unit **end = &model->units;
+    while (*end) end = &(*end)->next;
+    *end = unit;
+    pthread_mutex_unlock(&model->lock);
+    memory_peaks(model);
+    return FSDP_OK;
+}
+
+fsdp_status unit_create(fsdp_model *model, const char *name, const fsdp_param *params, const struct tensor *fulls,
+                        int32_t n, const fsdp_unit_options *options, fsdp_unit **out)
+{
+    TRY(group_usable(model->group));
+    for (int32_t i = 0; i < n; i++) TRY(check_param(model, params, fulls, i));
     fsdp_unit *unit = mem_alloc(sizeof *unit);
     if (!unit) return mem_none("a unit", sizeof *unit);
     ref_init(&unit->ref, REF_UNIT);
@@ -305,68 +413,42 @@ static fsdp_status make(fsdp_model *model, const char *name, const fsdp_param *p
         snprintf(unit->name, sizeof unit->name, "%s", name);
     else
         snprintf(unit->name, sizeof unit->name, "unit%lld", (long long)unit->number);
-    unit->hash = unit_hash(unit, params, fulls, n);
-    unit->params = mem_array((size_t)n, sizeof *unit->params);
-    unit->n_params = unit->params ? n : 0;
-    fsdp_status status = unit->params ? FSDP_OK : mem_none("a unit's parameters", (size_t)n * sizeof *unit->params);
-    for (int32_t i = 0; i < n && status == FSDP_OK; i++) status = param_lay_out(unit, i, &params[i], &fulls[i]);
-    if (status == FSDP_OK) status = shards_fill(unit, fulls);
-    if (status == FSDP_OK && (model->private_unshard || !unit->full_bytes)) status = make_private(unit);
-    status = agree(unit, &exchanges[0], status, NULL, NULL);
-    if (status == FSDP_OK && !model->private_unshard && unit->full_bytes) status = make_shared(unit, &exchanges[1]);
-    if (status != FSDP_OK) {
-        unit_free(unit);
-        return status;
+    fsdp_work *prepared = NULL;
+    struct report *all = NULL;
+    fsdp_status status = settle_options(unit, options);
+    if (status == FSDP_OK) status = group_prepare(model->group, &prepared);
+    if (status == FSDP_OK && !(all = mem_array((size_t)model->group->size, sizeof *all)))
+        status = mem_none("comparing units", (size_t)model->group->size * sizeof *all);
+    if (status == FSDP_OK) status = make(unit, params, fulls, n, &prepared, all);
+    work_release(prepared);
+    mem_free(all);
+    if (status == FSDP_OK) {
+        *out = unit;
+        return FSDP_OK;
     }
-    model->units_made++;
-    pthread_mutex_lock(&model->lock);
-    unit->next = model->units;
-    model->units = unit;
-    pthread_mutex_unlock(&model->lock);
-    *out = unit;
-    return FSDP_OK;
+    fsdp_error_info failure;
+    err_save(&failure);
+    unit_free(unit);
+    return err_restore(&failure);
 }
 
-fsdp_status unit_create(fsdp_model *model, const char *name, const fsdp_param *params, const struct tensor *fulls,
-                        int32_t n, fsdp_unit **out)
+void unit_query(fsdp_unit *unit, fsdp_unit_info *info)
 {
-    TRY(group_usable(model->group));
-    for (int32_t i = 0; i < n; i++) TRY(check_param(model, params, fulls, i));
-
-    fsdp_work *exchanges[3] = {NULL, NULL, NULL};
-    fsdp_status status = FSDP_OK;
-    for (int i = 0; i < 3 && status == FSDP_OK; i++) status = group_prepare(model->group, &exchanges[i]);
-    if (status == FSDP_OK) status = make(model, name, params, fulls, n, exchanges, out);
-    for (int i = 0; i < 3; i++) work_release(exchanges[i]);
-    return status;
-}
-
-/* ---- tensors */
-
-fsdp_status unit_tensor(fsdp_unit *unit, int32_t index, enum unit_tensor which, DLManagedTensorVersioned **out)
-{
-    CHECK_ARG(index >= 0 && index < unit->n_params, "index is %d: unit '%s' has parameters 0 to %d", index, unit->name,
-              unit->n_params - 1);
-    struct param *p = &unit->params[index];
-    if (which == UNIT_GRAD && p->frozen)
-        return err(FSDP_ERR_STATE, "parameter '%s' is frozen: it has no gradient", p->name);
-    int64_t shape[TENSOR_MAX_DIMS];
-    memcpy(shape, p->shape, sizeof shape);
-    char *data = p->count ? unit->full + p->full_at : NULL;
-    if (which != UNIT_FULL) {
-        shape[0] = p->rows;
-        data = which == UNIT_SHARD ? p->shard : p->grad;
-    }
-    unit_retain(unit);
-    fsdp_status status = managed_export(data, p->type, p->ndim, shape, let_go, unit, out);
-    if (status != FSDP_OK) unit_release(unit);
-    return status;
-}
-
-/* ---- hooks without files of their own */
-
-fsdp_status unit_post_forward(fsdp_unit *unit)
-{
-    TRY(group_usable(unit->model->group));
-    return unit->model->no_reshard_after_forward ? FSDP_OK : unit_reshard(unit);
+    *info = (fsdp_unit_info){.struct_size = sizeof *info,
+                             .state = unit_query_state(unit),
+                             .n_params = unit->n_entries,
+                             .strategy = unit->strategy,
+                             .reshard_after_forward = unit->reshard_after_forward,
+                             .shard_rank = unit_shard_rank(unit),
+                             .shard_size = unit_shard_size(unit),
+                             .replicate_rank = unit->replicate_group ? unit->replicate_group->rank : 0,
+                             .replicate_size = unit_replicas(unit),
+                             .full_bytes = unit->full_data,
+                             .publications = unit->publications,
+                             .published_bytes = unit->published_bytes,
+                             .reduced_bytes = unit->reduced_bytes,
+                             .replicated_bytes = unit->replicated_bytes};
+    for (int32_t i = 0; i < unit->n_params; i++)
+        info->shard_bytes += unit->params[i].shard_count * (int64_t)dtype_size(unit->params[i].type);
+    memcpy(info->name, unit->name, sizeof info->name);
 }

@@ -14,6 +14,13 @@ static const char *reduce_name(int32_t op)
     return op >= 0 && op < (int)(sizeof names / sizeof *names) ? names[op] : "?";
 }
 
+/* Whether a payload begins with a unit's name. */
+static int is_unit_call(fsdp_op_kind kind)
+{
+    return (kind >= FSDP_OP_UNSHARD && kind <= FSDP_OP_CREATE_UNIT) || kind == FSDP_OP_CREATE_SLOT ||
+           kind == FSDP_OP_REPLICATE_GRADS || kind == FSDP_OP_SYNC_STATES;
+}
+
 #define CALL_TEXT 192
 
 static void call_text(const struct call_header *h, const char *payload, char text[CALL_TEXT])
@@ -21,7 +28,7 @@ static void call_text(const struct call_header *h, const char *payload, char tex
     size_t used = (size_t)snprintf(text, CALL_TEXT, "%s", call_kind_name(h->kind));
     int reduces = h->kind == FSDP_OP_REDUCE_SCATTER || h->kind == FSDP_OP_ALL_REDUCE || h->kind == FSDP_OP_REDUCE;
     if (reduces) used += (size_t)snprintf(text + used, CALL_TEXT - used, "(%s)", reduce_name(h->op));
-    if (h->kind >= FSDP_OP_UNSHARD && h->kind <= FSDP_OP_CREATE_UNIT) {
+    if (is_unit_call(h->kind)) {
         char label[CALL_LABEL];
         memcpy(label, payload, sizeof label);
         label[sizeof label - 1] = 0;
@@ -46,14 +53,17 @@ fsdp_status call_compare(fsdp_group *group)
         char a[CALL_TEXT], b[CALL_TEXT];
         call_text(&first, t->ops->payload_of(t, 0), a);
         call_text(&other, t->ops->payload_of(t, r), b);
-        int unit = first.kind >= FSDP_OP_UNSHARD && first.kind <= FSDP_OP_CREATE_UNIT;
-        const char *why =
-            strcmp(a, b) != 0 ? ""
-            : unit ? " (they differ in parameters' names, shapes, dtypes or frozen flags, or in the model's options)"
-            : first.kind == FSDP_OP_GRAD_NORM || first.kind == FSDP_OP_CLIP_GRAD_NORM
-                ? " (they differ in p, max_norm or error_if_nonfinite, or in the model's units)"
-            : first.kind == FSDP_OP_UNSCALE ? " (their scalers differ in scale, growth tracker or options)"
-                                            : " (they differ in shapes or rows)";
+        int unit = is_unit_call(first.kind);
+        const char *why = strcmp(a, b) != 0 ? ""
+                          : unit ? " (they differ in parameters, frozen flags, gradient sync or divisor, or made their "
+                                   "units, and called "
+                                   "for them, in another order before)"
+                          : first.kind == FSDP_OP_GRAD_NORM || first.kind == FSDP_OP_CLIP_GRAD_NORM
+                              ? " (they differ in p, max_norm or error_if_nonfinite, or in the model's units)"
+                          : first.kind == FSDP_OP_CREATE_MESH ? " (they differ in sizes or names)"
+                          : first.kind == FSDP_OP_UNSCALE
+                              ? " (their scalers differ in scale, growth tracker or options)"
+                              : " (they differ in shapes or rows)";
         err(FSDP_ERR_MISMATCH,
             "group '%s', operation %llu: rank 0 called %s, rank %d called %s%s: all ranks must make the same "
             "calls in the same order",

@@ -295,7 +295,7 @@ static void *leave_elsewhere(void *group)
 
 void group_release(fsdp_group *group)
 {
-    if (!ref_put(&group->ref)) return;
+    if (!group || !ref_put(&group->ref)) return;
     /* A completion callback runs on the thread that advances the lane, which can't wait for its own end. */
     int own = !ref_forked(&group->ref) &&
               (lane_is_advanced_here(&group->collectives) || lane_is_advanced_here(&group->messages));

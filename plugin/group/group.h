@@ -33,13 +33,13 @@ struct op;
 /* What runs once the ranks agree; NULL: the transfer's move. */
 typedef fsdp_status (*op_body)(fsdp_group *group, struct op *op, struct deadline deadline);
 
-/* A tensor that is not contiguous, and the packed copy that travels in its place. */
+/* A tensor that can't travel as it lies (strides, dtype), and the contiguous copy of the same shape that does. */
+enum pack_way { PACK_IN = 1, PACK_OUT = 2, PACK_BOTH = 3 }; /* filled before the operation, written back after it */
 struct packed {
     struct packed *next;
-    struct tensor tensor;
-    int32_t output;
-    void *copy;
-    size_t bytes;
+    struct tensor tensor, copy;
+    enum pack_way way;
+    size_t bytes; /* mapped for the copy; 0: it is another's */
 };
 
 struct op {
@@ -49,9 +49,9 @@ struct op {
     const void *payload;
     size_t payload_bytes;
     op_body body;
-    void *user; /* the body's */
-    int32_t
-        check_counts; /* uneven all-to-all: the payload says what this rank gives each, then what it expects of each */
+    void *user;           /* the body's */
+    void *target;         /* and where it writes */
+    int32_t check_counts; /* uneven all-to-all: the payload says what this rank gives each, then what it expects */
     struct packed *packed;
 };
 
@@ -99,7 +99,12 @@ fsdp_status work_create(fsdp_group *group, struct lane *lane, int32_t n_ops, int
 void *work_memory(fsdp_work *work, size_t bytes);
 /* Room for the transfer's addresses, where its transport may want it. After its pieces are all there. */
 fsdp_status work_addresses(fsdp_work *work, struct transfer *transfer);
-fsdp_status work_pack(fsdp_work *work, struct packed **list, const struct tensor *tensor, int output, char **data);
+/* Where `tensor`'s elements are to be found by (and after) the operation: in place when it is contiguous and of `type`,
+ * else in a copy that packed_fill and packed_store keep in step with it. */
+fsdp_status work_pack(fsdp_work *work, struct packed **list, const struct tensor *tensor, enum dtype type,
+                      enum pack_way way, char **data);
+void packed_fill(const struct packed *list);
+void packed_store(const struct packed *list);
 /* Call release(owner) once the work is complete; if this fails, nothing is called. */
 fsdp_status work_keep(fsdp_work *work, void (*release)(void *owner), void *owner);
 fsdp_status work_on_done(fsdp_work *work, fsdp_done_fn fn, void *user);
@@ -190,8 +195,8 @@ fsdp_status group_exchange(fsdp_group *group, fsdp_op_kind kind, uint64_t hash, 
 fsdp_status group_prepare(fsdp_group *group, fsdp_work **prepared);
 fsdp_status group_exchange_prepared(fsdp_group *group, fsdp_work **prepared, fsdp_op_kind kind, uint64_t hash,
                                     const void *in, size_t bytes, void *out);
-/* Begin the only operation of a work: what all ranks must agree on, and what each tells the others. */
-struct op *op_init(fsdp_work *work, fsdp_op_kind kind, uint64_t hash, const void *payload, size_t bytes);
+/* Begin operation `index` of a work: what all ranks must agree on, and what each tells the others. */
+struct op *op_init(fsdp_work *work, int32_t index, fsdp_op_kind kind, uint64_t hash, const void *payload, size_t bytes);
 /* Run one collective of the work: exchange, compare, move. */
 fsdp_status op_run(fsdp_group *group, struct op *op);
 

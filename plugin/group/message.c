@@ -24,8 +24,7 @@ static void transit_finish(fsdp_work *work, struct transit *transit, fsdp_status
 {
     transit->done = 1;
     if (status == FSDP_OK) {
-        for (struct packed *packed = transit->packed; packed; packed = packed->next)
-            if (packed->output) tensor_unpack(&packed->tensor, packed->copy);
+        packed_store(transit->packed);
     } else if (work->failure.status == FSDP_OK) {
         err_save(&work->failure);
     }

@@ -314,16 +314,16 @@ static fsdp_status add_piece(fsdp_work *work, struct op *op, const struct call *
     char *data = NULL;
     if (kind == FSDP_OP_BROADCAST) {
         int root = c->given->peer == group->rank;
-        TRY(work_pack(work, &op->packed, &c->in, !root, &data));
+        TRY(work_pack(work, &op->packed, &c->in, c->in.type, root ? PACK_IN : PACK_OUT, &data));
         if (root) p->in = data;
         p->out = root ? NULL : data;
     } else {
         if (c->in.count >= 0) {
-            TRY(work_pack(work, &op->packed, &c->in, 0, &data));
+            TRY(work_pack(work, &op->packed, &c->in, c->in.type, PACK_IN, &data));
             p->in = data;
         }
         if (c->out.count >= 0) {
-            TRY(work_pack(work, &op->packed, &c->out, 1, &data));
+            TRY(work_pack(work, &op->packed, &c->out, c->out.type, PACK_OUT, &data));
             p->out = data;
         }
     }
@@ -421,8 +421,8 @@ static fsdp_status build_messages(fsdp_work *work, const struct call *calls, int
         int sending = given->kind == FSDP_OP_SEND;
         const struct tensor *tensor = sending ? &calls[i].in : &calls[i].out;
         char *data;
-        TRY(work_pack(work, &transit->packed, tensor, !sending, &data));
-        if (sending && transit->packed) tensor_pack(data, tensor);
+        TRY(work_pack(work, &transit->packed, tensor, tensor->type, sending ? PACK_IN : PACK_OUT, &data));
+        packed_fill(transit->packed);
         transit->message = (struct message){.sending = sending,
                                             .peer = given->peer,
                                             .tag = given->tag,
@@ -485,9 +485,9 @@ fsdp_status group_collective(fsdp_group *group, const fsdp_collective *given, in
     return lane_submit(work, handle);
 }
 
-struct op *op_init(fsdp_work *work, fsdp_op_kind kind, uint64_t hash, const void *payload, size_t bytes)
+struct op *op_init(fsdp_work *work, int32_t index, fsdp_op_kind kind, uint64_t hash, const void *payload, size_t bytes)
 {
-    struct op *op = &work->ops[0];
+    struct op *op = &work->ops[index];
     op->kind = kind;
     op->header = (struct call_header){.kind = kind, .type = -1, .root = -1, .hash = hash};
     op->payload = payload;
@@ -500,7 +500,7 @@ fsdp_status group_barrier(fsdp_group *group, fsdp_work **handle)
     TRY(group_usable(group));
     fsdp_work *work;
     TRY(work_create(group, &group->collectives, 1, 0, &work));
-    (void)op_init(work, FSDP_OP_BARRIER, HASH_START, NULL, 0);
+    (void)op_init(work, 0, FSDP_OP_BARRIER, HASH_START, NULL, 0);
     return lane_submit(work, handle);
 }
 
@@ -530,7 +530,7 @@ fsdp_status group_exchange_prepared(fsdp_group *group, fsdp_work **prepared, fsd
     fsdp_work *work = *prepared;
     *prepared = NULL;
     struct exchange e = {.out = out, .bytes = bytes};
-    struct op *op = op_init(work, kind, hash, in, bytes);
+    struct op *op = op_init(work, 0, kind, hash, in, bytes);
     op->body = exchange_body;
     op->user = &e;
     return lane_submit(work, NULL);
@@ -577,8 +577,7 @@ fsdp_status op_run(fsdp_group *group, struct op *op)
     atomic_fetch_add_explicit(&group->operations, 1, memory_order_relaxed);
     struct deadline deadline = group_deadline(group, op->kind, op->header.sequence);
 
-    for (struct packed *packed = op->packed; packed; packed = packed->next)
-        if (!packed->output) tensor_pack(packed->copy, &packed->tensor);
+    packed_fill(op->packed);
     fsdp_status status = t->ops->exchange(t, &op->header, op->payload, op->payload_bytes,
                                           op->transfer.shape ? &op->transfer : NULL, deadline);
     if (status == FSDP_OK) {
@@ -597,7 +596,6 @@ fsdp_status op_run(fsdp_group *group, struct op *op)
         transport_fail(t, &failure);
         return status;
     }
-    for (struct packed *packed = op->packed; packed; packed = packed->next)
-        if (packed->output) tensor_unpack(&packed->tensor, packed->copy);
+    packed_store(op->packed);
     return FSDP_OK;
 }

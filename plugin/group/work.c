@@ -63,7 +63,8 @@ static void keeps_release(struct keep *keep)
 
 static void free_packed(struct packed *list)
 {
-    for (; list; list = list->next) os_unmap(list->copy, list->bytes);
+    for (; list; list = list->next)
+        if (list->bytes) os_unmap(list->copy.data, list->bytes);
 }
 
 void work_release(fsdp_work *work)
@@ -82,22 +83,38 @@ void work_release(fsdp_work *work)
     mem_free(work);
 }
 
-fsdp_status work_pack(fsdp_work *work, struct packed **list, const struct tensor *tensor, int output, char **data)
+fsdp_status work_pack(fsdp_work *work, struct packed **list, const struct tensor *tensor, enum dtype type,
+                      enum pack_way way, char **data)
 {
-    if (tensor->contiguous) {
+    if ((tensor->contiguous && tensor->type == type) || !tensor->count) {
         *data = tensor->data;
         return FSDP_OK;
     }
     struct packed *packed = work_memory(work, sizeof *packed);
+    void *copy;
     if (!packed) return FSDP_ERR_NOMEM;
-    packed->bytes = os_page_round(tensor->bytes);
-    TRY(os_map_anonymous(packed->bytes, &packed->copy));
+    size_t bytes = os_page_round((size_t)tensor->count * dtype_size(type));
+    TRY(os_map_anonymous(bytes, &copy));
+    packed->bytes = bytes;
     packed->tensor = *tensor;
-    packed->output = output;
+    tensor_make(&packed->copy, copy, type, tensor->ndim, tensor->shape);
+    packed->way = way;
     packed->next = *list;
     *list = packed;
-    *data = packed->copy;
+    *data = copy;
     return FSDP_OK;
+}
+
+void packed_fill(const struct packed *list)
+{
+    for (; list; list = list->next)
+        if (list->way & PACK_IN) tensor_copy(&list->copy, &list->tensor);
+}
+
+void packed_store(const struct packed *list)
+{
+    for (; list; list = list->next)
+        if (list->way & PACK_OUT) tensor_copy(&list->tensor, &list->copy);
 }
 
 fsdp_status work_addresses(fsdp_work *work, struct transfer *transfer)

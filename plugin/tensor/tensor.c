@@ -124,6 +124,41 @@ void tensor_make(struct tensor *out, void *data, enum dtype type, int32_t ndim, 
 
 /* ---- questions */
 
+/* After shape or strides have changed: strides that mean nothing are the contiguous ones, as tensor_import has them. */
+static void settle_strides(struct tensor *t)
+{
+    int64_t dense = 1;
+    t->contiguous = 1;
+    for (int32_t d = t->ndim - 1; d >= 0; d--) {
+        if (t->count == 0 || t->shape[d] < 2) t->strides[d] = dense;
+        if (t->strides[d] != dense) t->contiguous = 0;
+        if (t->shape[d] > 1 && t->count > 0) dense *= t->shape[d];
+    }
+}
+
+void tensor_narrow(struct tensor *t, int32_t dim, int64_t start, int64_t length)
+{
+    size_t size = dtype_size(t->type);
+    if (t->count) t->data += start * t->strides[dim] * (int64_t)size;
+    t->count = t->shape[dim] ? t->count / t->shape[dim] * length : 0;
+    t->bytes = (size_t)t->count * size;
+    t->shape[dim] = length;
+    if (!t->count) t->data = NULL;
+    settle_strides(t);
+}
+
+void tensor_first(struct tensor *t, int32_t dim)
+{
+    int64_t shape = t->shape[dim], stride = t->strides[dim];
+    for (int32_t d = dim; d > 0; d--) {
+        t->shape[d] = t->shape[d - 1];
+        t->strides[d] = t->strides[d - 1];
+    }
+    t->shape[0] = shape;
+    t->strides[0] = stride;
+    settle_strides(t);
+}
+
 int64_t tensor_rows(const struct tensor *t)
 {
     return t->ndim ? t->shape[0] : 1;

@@ -30,6 +30,10 @@ fsdp_status tensor_import_output(const DLTensor *dl, const char *name, struct te
 /* A contiguous tensor over `data`. */
 void tensor_make(struct tensor *out, void *data, enum dtype type, int32_t ndim, const int64_t *shape);
 
+/* Views of the same memory: `length` of dimension `dim` from `start` on; dimension `dim` moved to the front. */
+void tensor_narrow(struct tensor *t, int32_t dim, int64_t start, int64_t length);
+void tensor_first(struct tensor *t, int32_t dim);
+
 /* Rows along the first dimension (a 0-dim tensor has one), and elements of one row. */
 int64_t tensor_rows(const struct tensor *t);
 int64_t tensor_row_count(const struct tensor *t);

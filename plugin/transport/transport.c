@@ -18,9 +18,29 @@ fsdp_status transport_status(struct transport *t)
 
 const char *call_kind_name(fsdp_op_kind kind)
 {
-    static const char *const names[] = {
-        "no operation", "all_gather",  "reduce_scatter", "all_reduce", "reduce",         "broadcast", "gather",
-        "scatter",      "all_to_all",  "send",           "recv",       "barrier",        "split",     "unshard",
-        "reduce_grads", "create_unit", "reset",          "grad_norm",  "clip_grad_norm", "unscale"};
+    static const char *const names[] = {"no operation",
+                                        "all_gather",
+                                        "reduce_scatter",
+                                        "all_reduce",
+                                        "reduce",
+                                        "broadcast",
+                                        "gather",
+                                        "scatter",
+                                        "all_to_all",
+                                        "send",
+                                        "recv",
+                                        "barrier",
+                                        "split",
+                                        "unshard",
+                                        "reduce_grads",
+                                        "create_unit",
+                                        "reset",
+                                        "grad_norm",
+                                        "clip_grad_norm",
+                                        "unscale",
+                                        "create_mesh",
+                                        "unshard",
+                                        "replicate_grads",
+                                        "sync_module_states"}; /* a slot is made by the first unshard that needs it */
     return kind >= 0 && kind < (int)(sizeof names / sizeof *names) ? names[kind] : "an unknown operation";
 }

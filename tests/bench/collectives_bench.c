@@ -170,7 +170,7 @@ static const char *make_unit(size_t bytes)
         params[i] = (fsdp_param){.struct_size = sizeof params[i], .name = names[i], .full = &full[i]};
     }
     unit_bytes = bytes;
-    return failed(api->unit_create(model, "bench", params, PARAMS, &unit));
+    return failed(api->unit_create(model, "bench", params, PARAMS, NULL, &unit));
 }
 
 /* Each rank makes its rows its own, and all must see them. */

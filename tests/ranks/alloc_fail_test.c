@@ -290,7 +290,7 @@ static void train(int rank)
     fsdp_work *work = NULL;
     arm(rank);
     fsdp_status got = fsdp_model_create(group, &options, &model);
-    if (got == FSDP_OK) got = fsdp_unit_create(model, "u", params, 2, &unit);
+    if (got == FSDP_OK) got = fsdp_unit_create(model, "u", params, 2, NULL, &unit);
     if (got == FSDP_OK) got = fsdp_unit_pre_forward(unit);
     if (got == FSDP_OK) got = fsdp_unit_param_full(unit, 0, &full);
     if (got == FSDP_OK) got = fsdp_unit_param_grad(unit, 0, &grad);

@@ -924,13 +924,13 @@ static void with_children(int rank)
 {
     fsdp_group_options options = crew_options(10000, direct);
     fsdp_group *group = crew_group(rank, 2, &options);
-    fsdp_model_options shape = {.struct_size = sizeof shape, .private_unshard = how, .no_reshard_after_forward = 1};
+    fsdp_model_options shape = {.struct_size = sizeof shape, .private_unshard = how, .reshard_after_forward = FSDP_RESHARD_NEVER};
     fsdp_model *model = NULL;
     fsdp_unit *unit = NULL;
     float values[8] = {3, 3, 3, 3, 3, 3, 3, 3};
     fsdp_param param = {.struct_size = sizeof param, .name = "w", .full = crew_tensor(values, F32, 8)};
     OK(fsdp_model_create(group, &shape, &model));
-    OK(fsdp_unit_create(model, "u", &param, 1, &unit));
+    OK(fsdp_unit_create(model, "u", &param, 1, NULL, &unit));
     OK(fsdp_unit_pre_forward(unit));
     DLManagedTensorVersioned *full = NULL;
     OK(fsdp_unit_param_full(unit, 0, &full));
@@ -1219,10 +1219,10 @@ static void unit_too_large(int rank)
     }
     char who[16] = "bytes";
     if (rank != limit_kind) snprintf(who, sizeof who, "rank %d", limit_kind);
-    EXPECT(fsdp_unit_create(model, "big", &param, 1, &unit), FSDP_ERR_NOMEM, who);
+    EXPECT(fsdp_unit_create(model, "big", &param, 1, NULL, &unit), FSDP_ERR_NOMEM, who);
     float small[4] = {1, 2, 3, 4};
     param.full = crew_tensor(small, F32, 4);
-    OK(fsdp_unit_create(model, "small", &param, 1, &unit));
+    OK(fsdp_unit_create(model, "small", &param, 1, NULL, &unit));
     OK(fsdp_unit_pre_forward(unit));
     fsdp_unit_release(unit);
     fsdp_model_release(model);

@@ -275,13 +275,13 @@ static void rank_refused(struct rank *r)
     REFUSED(unit_try(model, "v", complex, 1, 0, &unit), FSDP_ERR_UNSUPPORTED, "'new' is complex64");
     REFUSED(unit_try(model, "v", scalar, 1, 0, &unit), FSDP_ERR_INVALID, "'new' is 0-dim");
     REFUSED(unit_try(model, "v", nameless, 1, 0, &unit), FSDP_ERR_INVALID, "params[0].name");
-    REFUSED(fsdp_unit_create(model, "v", NULL, 1, &unit), FSDP_ERR_INVALID, "params");
+    REFUSED(fsdp_unit_create(model, "v", NULL, 1, NULL, &unit), FSDP_ERR_INVALID, "params");
     fsdp_param one = {.struct_size = sizeof one, .name = "x"};
-    REFUSED(fsdp_unit_create(model, "v", &one, 1, &unit), FSDP_ERR_INVALID, "params[0].full");
+    REFUSED(fsdp_unit_create(model, "v", &one, 1, NULL, &unit), FSDP_ERR_INVALID, "params[0].full");
     one.full = &u.shard[0]->dl_tensor;
-    REFUSED(fsdp_unit_create(model, "v", &one, 0, &unit), FSDP_ERR_INVALID, "n is 0");
+    REFUSED(fsdp_unit_create(model, "v", &one, 0, NULL, &unit), FSDP_ERR_INVALID, "n is 0");
     one.reserved = 1;
-    REFUSED(fsdp_unit_create(model, "v", &one, 1, &unit), FSDP_ERR_INVALID, "reserved");
+    REFUSED(fsdp_unit_create(model, "v", &one, 1, NULL, &unit), FSDP_ERR_INVALID, "reserved");
     CHECK(!unit && operations_of(group) == before, "a refused call left something");
     if (r->rank == r->size - 1) REFUSED(unit_try(model, "v", whole, 1, 0, &unit), FSDP_ERR_UNSUPPORTED, "int32");
 

@@ -150,7 +150,7 @@ fsdp_status unit_try(fsdp_model *model, const char *name, const struct spec *spe
         params[i] = (fsdp_param){
             .struct_size = sizeof *params, .name = specs[i].name, .full = &tensors[i], .frozen = specs[i].frozen};
     }
-    fsdp_status status = fsdp_unit_create(model, name, params, n, out);
+    fsdp_status status = fsdp_unit_create(model, name, params, n, NULL, out);
     for (int i = 0; i < n; i++) free(tensors[i].data);
     return status;
 }

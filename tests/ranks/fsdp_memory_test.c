@@ -249,7 +249,7 @@ static void rank_pss(struct rank *r)
         DLTensor full = view(ones, DTYPE_F32, 2, specs[0].shape);
         fsdp_param param = {.struct_size = sizeof param, .name = "w", .full = &full, .frozen = 1};
         fsdp_unit *unit;
-        OK(fsdp_unit_create(model, NULL, &param, 1, &unit));
+        OK(fsdp_unit_create(model, NULL, &param, 1, NULL, &unit));
         DLManagedTensorVersioned *w;
         OK(fsdp_unit_param_full(unit, 0, &w));
         int64_t sharded = host_bytes(r, group) - empty;
@@ -399,7 +399,7 @@ static void rank_exhausted(struct rank *r)
                 now.rlim_cur = (rlim_t)(from_file("/proc/self/status", "VmSize:") * 1024 + MIB / 2 + room);
                 fsdp_unit *unit = NULL;
                 if (r->rank == poor) setrlimit(RLIMIT_AS, &now);
-                fsdp_status status = fsdp_unit_create(model, "large", &param, 1, &unit);
+                fsdp_status status = fsdp_unit_create(model, "large", &param, 1, NULL, &unit);
                 setrlimit(RLIMIT_AS, &before);
                 free(values);
                 made = status == FSDP_OK;
@@ -465,7 +465,7 @@ static fsdp_status live_once(fsdp_group *group, int private)
     fsdp_param params[] = {{.struct_size = sizeof *params, .name = "w", .full = &w},
                            {.struct_size = sizeof *params, .name = "b", .full = &b}};
     fsdp_status status = fsdp_model_create(group, &options, &model);
-    if (status == FSDP_OK) status = fsdp_unit_create(model, NULL, params, 2, &unit);
+    if (status == FSDP_OK) status = fsdp_unit_create(model, NULL, params, 2, NULL, &unit);
     if (status == FSDP_OK) status = fsdp_unit_param_full(unit, 0, &full);
     for (int m = 0; m < 3 && status == FSDP_OK; m++) {
         status = fsdp_model_set_gradient_sync(model, m == 1);

@@ -9,8 +9,8 @@ TestSuite(fsdp, .timeout = RANKS_SECONDS + 30);
 static const enum dtype float_types[] = {DTYPE_F64, DTYPE_F32, DTYPE_F16, DTYPE_BF16, DTYPE_F8E4M3FN, DTYPE_F8E5M2};
 #define FLOAT_TYPES (int)(sizeof float_types / sizeof *float_types)
 
-static const fsdp_model_options shared_kept = {.no_reshard_after_forward = 1}, in_private = {.private_unshard = 1},
-                                private_kept = {.private_unshard = 1, .no_reshard_after_forward = 1}, shared = {0};
+static const fsdp_model_options shared_kept = {.reshard_after_forward = FSDP_RESHARD_NEVER}, in_private = {.private_unshard = 1},
+                                private_kept = {.private_unshard = 1, .reshard_after_forward = FSDP_RESHARD_NEVER}, shared = {0};
 static const fsdp_model_options *const all_options[] = {&shared, &in_private, &shared_kept, &private_kept};
 
 /* ---- tensors */
@@ -140,7 +140,7 @@ static void rank_strided_source(struct rank *r)
         params[i] = (fsdp_param){.struct_size = sizeof *params, .name = names[i], .full = &tensors[i]};
     }
     fsdp_unit *unit;
-    OK(fsdp_unit_create(model, "strided", params, 3, &unit));
+    OK(fsdp_unit_create(model, "strided", params, 3, NULL, &unit));
     OK(fsdp_unit_unshard(unit, NULL));
     for (int i = 0; i < 3; i++) {
         DLManagedTensorVersioned *full;
@@ -330,7 +330,7 @@ static void random_call(struct trial *t, uint64_t *common, uint64_t *own)
         break;
     case 2:
         note(t, "post_forward", i);
-        if (!t->options->no_reshard_after_forward) will_reshard(t, i);
+        if (t->options->reshard_after_forward >= 0) will_reshard(t, i);
         OK(fsdp_unit_post_forward(u->unit));
         break;
     case 3:

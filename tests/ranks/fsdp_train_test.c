@@ -275,7 +275,7 @@ static fsdp_status host_forward(struct host *h, int rows, int stop_at)
             read_layer(h, i);
             forward_layer(plan, i, &h->layer, h->a.at[i], h->a.at[i + 1], rows);
         }
-        along_the_way(h, plan->options.no_reshard_after_forward ? NULL : &h->units[u]);
+        along_the_way(h, plan->options.reshard_after_forward < 0 ? NULL : &h->units[u]);
         PASS(fsdp_unit_post_forward(h->units[u].unit));
     }
     return FSDP_OK;
@@ -441,7 +441,7 @@ Test(fsdp_train, equals_one_process_under_every_option)
     for (int o = 0; o < 8; o++) {
         struct plan plan = usual;
         plan.options.private_unshard = o & 1;
-        plan.options.no_reshard_after_forward = o >> 1 & 1;
+        plan.options.reshard_after_forward = -(o >> 1 & 1);
         plan.asynchronous = plan.prefetch = o >> 2 & 1;
         plan.edits = plan.naps = plan.unused = 1;
         plan.frozen[1][WEIGHT] = plan.frozen[2][BIAS] = 1;
@@ -550,7 +550,7 @@ Test(fsdp_train, reset_makes_good_a_broken_iteration)
             plan.options.private_unshard = o & 1;
             plan.asynchronous = plan.prefetch = o >> 1;
             plan.naps = 1;
-            plan.options.no_reshard_after_forward = o == 3;
+            plan.options.reshard_after_forward = -(o == 3);
             strcpy(plan.schedule, o >> 1 ? "NS" : "S");
             ranks_run(n, rank_broken, &plan);
         }
@@ -587,7 +587,7 @@ Test(fsdp_train, random_models_and_schedules, .fini = tell_seed)
         for (int m = 0; m < micro; m++) plan.schedule[m] = m + 1 < micro && random_below(&p, 2) ? 'N' : 'S';
         plan.options.gradient_divisor = 1;
         plan.options.private_unshard = random_below(&p, 3) == 0;
-        plan.options.no_reshard_after_forward = random_below(&p, 3) == 0;
+        plan.options.reshard_after_forward = -(random_below(&p, 3) == 0);
         plan.asynchronous = random_below(&p, 2);
         plan.prefetch = random_below(&p, 2);
         plan.edits = random_below(&p, 2);

@@ -1,0 +1,241 @@
+/* The hooks, the order in which they come, and prefetch by it. See fsdp.h.
+ *
+ * An iteration is a sequence of events: the pre_forward and pre_backward calls from one finish_backward to the next. It
+ * is written down, and the next iteration is expected to be the same; prefetch unshards the unit of the event to come.
+ * Modules that are called twice, several micro-batches and forward run again inside backward are nothing special: they
+ * are in the sequence. An iteration that takes another turn is left alone from there on, told of once, and is what the
+ * one after it is held against.
+ *
+ * Forward passes without backward (evaluation) have no end that one could see: when the first unit's forward comes
+ * again before any backward, the pass begins anew.
+ *
+ * All ranks prefetch alike, since all of this follows from the calls.
+ */
+#include "fsdp/fsdp.h"
+
+#include "base/log.h"
+#include "base/mem.h"
+
+#include <string.h>
+
+/* ---- the order */
+
+static int same(const struct event *a, const struct event *b)
+{
+    return a->unit == b->unit && a->phase == b->phase;
+}
+
+static fsdp_status append(struct schedule *s, struct event event)
+{
+    if (s->n_now == s->room_now) {
+        int32_t room = s->room_now ? 2 * s->room_now : 64;
+        struct event *more = mem_array((size_t)room, sizeof *more);
+        if (!more) return mem_none("the order of units", (size_t)room * sizeof *more);
+        if (s->n_now) memcpy(more, s->now, (size_t)s->n_now * sizeof *more);
+        mem_free(s->now);
+        s->now = more;
+        s->room_now = room;
+    }
+    s->now[s->n_now++] = event;
+    return FSDP_OK;
+}
+
+static void swap(struct schedule *s)
+{
+    struct event *now = s->now;
+    int32_t room = s->room_now;
+    s->now = s->known;
+    s->room_now = s->room_known;
+    s->known = now;
+    s->room_known = room;
+    s->n_known = s->n_now;
+    s->n_now = 0;
+    s->at = 0;
+}
+
+static int only_forward(const struct schedule *s)
+{
+    for (int32_t i = 0; i < s->n_now; i++)
+        if (s->now[i].phase != FSDP_FORWARD) return 0;
+    return 1;
+}
+
+static const char *name_of(fsdp_model *model, int64_t number, char name[CALL_LABEL])
+{
+    fsdp_unit *unit = units_find(model, number);
+    memcpy(name, unit ? unit->name : "one that has gone", unit ? CALL_LABEL : sizeof "one that has gone");
+    unit_release(unit);
+    return name;
+}
+
+static void left(fsdp_model *model, const fsdp_unit *unit, fsdp_phase phase)
+{
+    struct schedule *s = &model->schedule;
+    int32_t at = s->at;
+    s->at = -1;
+    if (s->learnt == 2) { /* only a guess */
+        s->learnt = 0;
+        s->guessed_wrong = 1;
+        return;
+    }
+    if (s->told || model->group->rank != 0) return;
+    s->told = 1;
+    char name[CALL_LABEL];
+    int more = at < s->n_known;
+    LOG(FSDP_LOG_WARN,
+        "model '%s': %s of unit '%s' came where the iteration before had %s of '%s': units are not prefetched until "
+        "the new order is learnt (told once)",
+        model->name, phase == FSDP_FORWARD ? "forward" : "backward", unit->name,
+        !more                                ? "its end, not one"
+        : s->known[at].phase == FSDP_FORWARD ? "forward"
+                                             : "backward",
+        more ? name_of(model, s->known[at].unit, name) : "any");
+}
+
+/* What was fetched ahead in a pass that is over was fetched in vain, and its values are that pass's. */
+static fsdp_status reshard_ahead(fsdp_model *model)
+{
+    struct units units;
+    TRY(units_hold(model, &units));
+    fsdp_status status = FSDP_OK;
+    for (int32_t i = 0; i < units.n && status == FSDP_OK; i++)
+        if (units.at[i]->ahead) status = unit_reshard(units.at[i], RESHARD_RELEASE);
+    units_drop(&units);
+    return status;
+}
+
+static fsdp_status note(fsdp_unit *unit, fsdp_phase phase)
+{
+    fsdp_model *model = unit->model;
+    struct schedule *s = &model->schedule;
+    struct event event = {.unit = unit->number, .phase = phase};
+    int expected = s->learnt && s->at >= 0 && s->at < s->n_known && same(&s->known[s->at], &event);
+    if (!expected && s->n_now && same(&s->now[0], &event) && phase == FSDP_FORWARD && only_forward(s)) {
+        TRY(reshard_ahead(model));
+        if (!s->learnt && !s->guessed_wrong && s->n_now > 1) {
+            swap(s);
+            s->learnt = 2;
+        }
+        s->n_now = 0;
+        s->at = 0;
+        expected = s->learnt && s->n_known && same(&s->known[0], &event);
+    }
+    TRY(append(s, event));
+    if (expected)
+        s->at++;
+    else if (s->learnt && s->at >= 0)
+        left(model, unit, phase);
+    return FSDP_OK;
+}
+
+void schedule_end(fsdp_model *model)
+{
+    struct schedule *s = &model->schedule;
+    if (!s->n_now) return;
+    swap(s);
+    s->learnt = 1;
+}
+
+void schedule_forget(fsdp_model *model)
+{
+    struct schedule *s = &model->schedule;
+    s->n_known = s->n_now = s->at = s->learnt = 0;
+}
+
+void schedule_free(fsdp_model *model)
+{
+    mem_free(model->schedule.known);
+    mem_free(model->schedule.now);
+}
+
+/* ---- prefetch */
+
+static int32_t units_in_flight(const fsdp_model *model)
+{
+    int32_t n = 0;
+    for (const struct slot *slot = model->slots; slot; slot = slot->next) n += slot->holder != 0;
+    return n;
+}
+
+/* 1 in *counts when the unit is, or is about to be, full because of this. */
+static fsdp_status fetch(fsdp_model *model, int64_t number, int reuse, int32_t *counts)
+{
+    fsdp_status status = FSDP_OK;
+    fsdp_unit *unit = units_find(model, number);
+    *counts = 0;
+    if (!unit) return FSDP_OK;
+    if (unit->state == FSDP_UNIT_SHARDED && units_in_flight(model) < model->prefetch_limit)
+        status = unit_unshard_ahead(unit, reuse);
+    *counts = unit->ahead;
+    unit_release(unit);
+    return status;
+}
+
+static fsdp_status prefetch(fsdp_unit *unit, fsdp_phase phase, int32_t depth)
+{
+    fsdp_model *model = unit->model;
+    const struct schedule *s = &model->schedule;
+    const struct prefetch *list = &unit->prefetch[phase];
+    int32_t counts;
+    for (int32_t i = 0; i < list->n; i++) TRY(fetch(model, list->units[i], phase == FSDP_BACKWARD, &counts));
+    if (list->n || !s->learnt || s->at < 0) return FSDP_OK;
+    for (int32_t k = s->at; k < s->n_known && depth > 0; k++) {
+        if (phase == FSDP_FORWARD && s->known[k].phase != FSDP_FORWARD) break;
+        if (s->known[k].unit == unit->number) continue;
+        TRY(fetch(model, s->known[k].unit, phase == FSDP_BACKWARD, &counts));
+        depth--;
+    }
+    return FSDP_OK;
+}
+
+fsdp_status unit_set_prefetch(fsdp_unit *unit, fsdp_phase phase, fsdp_unit *const *units, int32_t n)
+{
+    CHECK_ARG(phase == FSDP_FORWARD || phase == FSDP_BACKWARD, "phase is %d: FSDP_FORWARD (0) or FSDP_BACKWARD (1)",
+              phase);
+    for (int32_t i = 0; i < n; i++)
+        CHECK_ARG(units[i]->model == unit->model, "units[%d] '%s' is of model '%s', but unit '%s' is of model '%s'", i,
+                  units[i]->name, units[i]->model->name, unit->name, unit->model->name);
+    int64_t *numbers = n ? mem_array((size_t)n, sizeof *numbers) : NULL;
+    if (n && !numbers) return mem_none("a prefetch list", (size_t)n * sizeof *numbers);
+    for (int32_t i = 0; i < n; i++) numbers[i] = units[i]->number;
+    mem_free(unit->prefetch[phase].units);
+    unit->prefetch[phase] = (struct prefetch){.n = n, .units = numbers};
+    return FSDP_OK;
+}
+
+/* ---- hooks */
+
+fsdp_status unit_pre_forward(fsdp_unit *unit)
+{
+    TRY(group_usable(unit->model->group));
+    TRY(note(unit, FSDP_FORWARD));
+    TRY(unit_unshard(unit, unit->in_backward, NULL));
+    return prefetch(unit, FSDP_FORWARD, unit->model->forward_prefetch);
+}
+
+fsdp_status unit_post_forward(fsdp_unit *unit)
+{
+    TRY(group_usable(unit->model->group));
+    if (unit->in_backward || unit->reshard_after_forward == FSDP_RESHARD_NEVER) return FSDP_OK;
+    return unit_reshard(unit, RESHARD_AFTER_FORWARD);
+}
+
+fsdp_status unit_pre_backward(fsdp_unit *unit)
+{
+    fsdp_model *model = unit->model;
+    TRY(group_usable(model->group));
+    TRY(note(unit, FSDP_BACKWARD));
+    TRY(unit_unshard(unit, 1, NULL));
+    unit->in_backward = 1;
+    return prefetch(unit, FSDP_BACKWARD, model->backward_prefetch == FSDP_BACKWARD_PRE);
+}
+
+fsdp_status unit_post_backward(fsdp_unit *unit, const DLTensor *const *grads, int32_t n, fsdp_work **handle)
+{
+    fsdp_model *model = unit->model;
+    TRY(unit_reduce(unit, grads, n, handle));
+    unit->in_backward = 0;
+    if (!unit->keep_after_backward) TRY(unit_reshard(unit, RESHARD_RELEASE));
+    if (model->backward_prefetch != FSDP_BACKWARD_POST || unit->prefetch[FSDP_BACKWARD].n) return FSDP_OK;
+    return prefetch(unit, FSDP_BACKWARD, 1);
+}
