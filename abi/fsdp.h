@@ -525,10 +525,10 @@ FSDP_API fsdp_status fsdp_mesh_group(fsdp_mesh *mesh, const char *name, fsdp_gro
  *
  * Memory. A parameter's shard, full view and sharded gradient keep their addresses for the unit's life. The full view's
  * content is defined while the unit is unsharded. It is private to this rank (copy-on-write): writing it changes no
- * other rank's, and what was written is dropped when the unit is unsharded again, see fsdp_unit_write_back. The memory behind full views is made
- * of slots, which units take in turn: as many as are full at the same time, each as large as the largest unit that
- * needed it; one set a host (in shared memory) or, with private_unshard, one for each rank. They are kept until the
- * model goes. Tensors handed out keep their unit, its model, group and store alive until deleted.
+ * other rank's, and what was written is dropped when the unit is unsharded again; see fsdp_unit_write_back. The memory
+ * behind full views is made of slots, which units take in turn: as many as are full at the same time, each as large as
+ * the largest unit that needed it; one set a host (in shared memory) or, with private_unshard, one for each rank. They
+ * are kept until the model goes. Tensors handed out keep their unit, its model, group and store alive until deleted.
  *
  * A call that has nothing to do (unsharding what is unsharded, or again before backward) does not communicate, so a
  * difference between ranks there is found at the next call that does. */

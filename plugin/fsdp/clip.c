@@ -2,8 +2,8 @@
  *
  * Each rank sums |g|^p over its own rows of every gradient, in f64; the ranks then tell each other these numbers in one
  * exchange, and each adds them up in rank order. So all come to the same bits, and scale by the same coefficient,
- * without another message. Of replicas the first one counts, so no element is counted twice; a rank whose shards are all
- * empty tells 0.
+ * without another message. Of replicas the first one counts, so no element is counted twice; a rank whose shards are
+ * all empty tells 0.
  *
  * What is wrong on one rank (a reduction that failed there) travels in the same exchange: no rank is left waiting, and
  * none changes its gradients unless all do.

@@ -12,8 +12,8 @@
  * With private unsharding (by option) the slot is this rank's own and filled by an all-gather. Where nothing is sharded
  * the full parameters are the shards themselves, or a cast of them that this rank makes for itself.
  *
- * Reshard to n ranks (reshard_after_forward n) keeps a shared slot for backward; of one of its own a rank keeps the n-th
- * part, which backward gathers from n ranks.
+ * Reshard to n ranks (reshard_after_forward n) keeps a shared slot for backward; of one of its own a rank keeps the
+ * n-th part, which backward gathers from n ranks.
  */
 #include "fsdp/fsdp.h"
 
@@ -255,8 +255,8 @@ static int lies_there(const fsdp_unit *unit)
            (slot->holder == 0 || slot->holder == unit->number + 1);
 }
 
-/* What the host wrote to the view, since it was last unsharded or in between. Left there until now, so that it is looked
- * for once in each unshard. */
+/* What the host wrote to the view, since it was last unsharded or in between. Left there until now, so that it is
+ * looked for once in each unshard. */
 static void drop_edits(const fsdp_unit *unit)
 {
     if (unit->populated) os_drop_copies(unit->full, unit->full_mapped);

@@ -215,8 +215,8 @@ static int64_t slice_of(const fsdp_unit *unit, const struct param *p, int64_t co
     return (step + line - 1) / line * line;
 }
 
-/* The sharded gradient with shard_dim in front: in place, or in a copy that is read before operation `first` and written
- * back after `last`. */
+/* The sharded gradient with shard_dim in front: in place, or in a copy that is read before operation `first` and
+ * written back after `last`. */
 static fsdp_status grad_place(fsdp_work *work, const struct param *p, struct op *first, struct op *last, char **out)
 {
     struct tensor grad;
@@ -290,7 +290,8 @@ static fsdp_status build_scatter(fsdp_work *work, fsdp_unit *unit, const struct 
     return work_addresses(work, &op->transfer);
 }
 
-/* Sum over the replicas, a slice each, then the slices to all. Sources: the partial sums (grads NULL), else as above. */
+/* Sum over the replicas, a slice each, then the slices to all. Sources: the partial sums (grads NULL), else as
+ * above. */
 static fsdp_status build_replicate(fsdp_work *work, fsdp_unit *unit, const struct tensor *grads, int add)
 {
     struct op *sum, *give;
