@@ -425,6 +425,12 @@ static int drop_by_entries(int fd, char *at, size_t bytes)
     return 1;
 }
 
+int64_t os_page_faults(void)
+{
+    struct rusage usage;
+    return getrusage(RUSAGE_SELF, &usage) == 0 ? (int64_t)usage.ru_minflt + usage.ru_majflt : -1;
+}
+
 void os_drop_copies(void *at, size_t bytes)
 {
     int fd = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);

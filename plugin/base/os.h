@@ -80,6 +80,7 @@ void os_page_out(void *at, size_t bytes);
 void os_unmap(void *at, size_t bytes);
 /* Bring pages in for reading, so that no later read faults. Best effort. */
 void os_populate_read(void *at, size_t bytes);
+int64_t os_page_faults(void); /* of this process so far; -1: not known */
 /* Drop this process's copied pages of a private view: it shows the segment again. Costs little when there are none. */
 void os_drop_copies(void *at, size_t bytes);
 /* Give private memory's pages back: it reads as zeros again. */

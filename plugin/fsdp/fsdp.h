@@ -220,6 +220,7 @@ struct fsdp_unit {
     int32_t aliased;               /* the full parameters are the shards */
     int64_t viewed;                /* number + 1 of the slot that `full` shows: the one taken last; 0: none */
     int32_t populated;             /* the view's pages are mapped: no faults in the steady state */
+    int64_t faults;                /* page faults of this process when the view was last looked through for edits */
     int64_t publication;           /* of its content, if the slot still has it */
     char *chunk;                   /* reshard over n ranks: this rank's n-th part, where memory isn't shared */
     size_t chunk_mapped;
@@ -268,7 +269,7 @@ fsdp_status reshard_check(int32_t value, int32_t shard_size);
 
 /* values.c */
 void unit_take_values(fsdp_unit *unit, const fsdp_param *params, const struct tensor *fulls); /* each rank its own */
-fsdp_status unit_sync_values(fsdp_unit *unit, const struct tensor *fulls);                    /* rank 0's to all */
+fsdp_status unit_sync_values(fsdp_unit *unit, const fsdp_param *params, const struct tensor *fulls); /* rank 0's */
 fsdp_status unit_write_back(fsdp_unit *unit);
 fsdp_status unit_gather_param(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **out);
 fsdp_status unit_load_param(fsdp_unit *unit, int32_t index, const struct tensor *full);

@@ -200,6 +200,16 @@ static fsdp_status unshard_begin(fsdp_unit *unit, int chunks, fsdp_work **handle
     return lane_submit(work, handle);
 }
 
+/* What the host wrote to the view. Looked for before it would be seen again: once forward is over, and before the slot
+ * is filled anew. A page can't have been copied if the process had no fault since it was last looked for. */
+static void drop_edits(fsdp_unit *unit)
+{
+    if (!unit->populated) return;
+    int64_t faults = os_page_faults();
+    if (faults < 0 || faults != unit->faults) os_drop_copies(unit->full, unit->full_mapped);
+    unit->faults = faults;
+}
+
 static void unshard_succeeded(fsdp_unit *unit)
 {
     if (unit->counts) {
@@ -255,13 +265,6 @@ static int lies_there(const fsdp_unit *unit)
            (slot->holder == 0 || slot->holder == unit->number + 1);
 }
 
-/* What the host wrote to the view, since it was last unsharded or in between. Left there until now, so that it is
- * looked for once in each unshard. */
-static void drop_edits(const fsdp_unit *unit)
-{
-    if (unit->populated) os_drop_copies(unit->full, unit->full_mapped);
-}
-
 /* With a slot taken: fill it. */
 static fsdp_status fill(fsdp_unit *unit, int reuse, fsdp_work **handle)
 {
@@ -290,7 +293,6 @@ static fsdp_status unshard(fsdp_unit *unit, int reuse, fsdp_work **handle, int *
         return unit_nothing(unit, handle);
     } else if (reuse && lies_there(unit)) {
         slot_of(unit)->holder = unit->number + 1;
-        drop_edits(unit);
     } else {
         TRY(unit_reshard(unit, RESHARD_RELEASE)); /* shards that changed while the unit was unsharded */
         if (is_chunked(unit) && !unit->chunk) {
@@ -353,6 +355,7 @@ fsdp_status unit_reshard(fsdp_unit *unit, enum reshard how)
         if (unit->invalid) unit->invalid(unit, unit->callback_user);
         unit->state = FSDP_UNIT_SHARDED;
         unit->ahead = 0;
+        if (how == RESHARD_AFTER_FORWARD) drop_edits(unit); /* so that backward may find the slot as it was */
     }
     struct slot *slot = slot_of(unit);
     if (!slot || slot->holder != unit->number + 1) return FSDP_OK;

@@ -387,7 +387,7 @@ static fsdp_status make(fsdp_unit *unit, const fsdp_param *params, const struct 
                              "to all",
                              k, params[k].name);
     TRY(agree(unit, prepared, status, &mine, all, params, n));
-    if (model->sync_module_states) TRY(unit_sync_values(unit, fulls));
+    if (model->sync_module_states) TRY(unit_sync_values(unit, params, fulls));
     model->units_made++;
     pthread_mutex_lock(&model->lock);
     fsdp_unit **end = &model->units;

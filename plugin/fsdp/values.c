@@ -93,8 +93,9 @@ static fsdp_status replicate(fsdp_unit *unit)
     return lane_submit(work, NULL);
 }
 
-fsdp_status unit_sync_values(fsdp_unit *unit, const struct tensor *fulls)
+fsdp_status unit_sync_values(fsdp_unit *unit, const fsdp_param *params, const struct tensor *fulls)
 {
+    if (!unit->shard_group && unit->replicate_group->rank == 0) unit_take_values(unit, params, fulls);
     if (unit->shard_group && (!unit->replicate_group || unit->replicate_group->rank == 0)) TRY(scatter(unit, fulls));
     return unit->replicate_group ? replicate(unit) : FSDP_OK;
 }
