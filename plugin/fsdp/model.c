@@ -150,10 +150,38 @@ static fsdp_status dimensions(const fsdp_mesh *mesh, const fsdp_model_options *o
     return FSDP_OK;
 }
 
+static const char *name_of(const fsdp_mesh *mesh, int32_t dim)
+{
+    return dim >= 0 && dim < mesh->ndim ? mesh->names[dim] : "none";
+}
+
+/* Ranks that mean different dimensions would come to groups that don't fit together. */
+static fsdp_status dimensions_agree(fsdp_mesh *mesh, const fsdp_model *model, int32_t shard, int32_t replicate)
+{
+    fsdp_group *group = mesh->group;
+    struct said {
+        int32_t hybrid, shard, replicate;
+    } mine = {is_hybrid(model->strategy), shard, replicate}, all[GROUP_MAX_RANKS];
+    TRY(group_exchange(group, FSDP_OP_CREATE_MESH, hash_number(HASH_START, 1), &mine, sizeof mine, all));
+    for (int r = 1; r < group->size; r++) {
+        if (memcmp(&all[r], &all[0], sizeof mine) == 0) continue;
+        err(FSDP_ERR_MISMATCH,
+            "group '%s', operation %llu: rank 0 makes model '%.40s' %swith shard_dim %s and replicate_dim %s, rank %d "
+            "%swith %s and %s: all ranks must name the same dimensions",
+            group->name, (unsigned long long)group->sequence, model->name, all[0].hybrid ? "(hybrid) " : "",
+            name_of(mesh, all[0].shard), name_of(mesh, all[0].replicate), r, all[r].hybrid ? "(hybrid) " : "",
+            name_of(mesh, all[r].shard), name_of(mesh, all[r].replicate));
+        err_operation(FSDP_OP_CREATE_MESH, group->sequence, 0, r);
+        return FSDP_ERR_MISMATCH;
+    }
+    return FSDP_OK;
+}
+
 /* The model's own groups, so that its operations keep their order whatever the host does with the mesh's. */
 static fsdp_status groups_make(fsdp_model *model, fsdp_mesh *mesh, int32_t shard, int32_t replicate)
 {
     char name[GROUP_NAME];
+    TRY(dimensions_agree(mesh, model, shard, replicate));
     uint32_t along = (shard >= 0 ? 1u << shard : 0) | (replicate >= 0 ? 1u << replicate : 0);
     uint32_t all = (1u << mesh->ndim) - 1;
     if (along == 0 || along == all) {
