@@ -112,28 +112,11 @@ static fsdp_status grads_import(fsdp_unit *unit, const DLTensor *const *grads, i
     return FSDP_OK;
 }
 
-/* A dense copy of a gradient in memory of the work, made now, on the host's thread. */
-static fsdp_status dense_copy(fsdp_work *work, struct tensor *t)
-{
-    struct op *op = &work->ops[0];
-    struct packed *packed = work_memory(work, sizeof *packed);
-    void *copy;
-    if (!packed) return FSDP_ERR_NOMEM;
-    if (!t->count) return FSDP_OK;
-    TRY(os_map_anonymous(os_page_round(t->bytes), &copy));
-    *packed = (struct packed){.next = op->packed, .bytes = os_page_round(t->bytes)};
-    tensor_make(&packed->copy, copy, t->type, t->ndim, t->shape);
-    op->packed = packed;
-    tensor_copy(&packed->copy, t);
-    *t = packed->copy;
-    return FSDP_OK;
-}
-
 /* a += b, in memory of the work. */
 static fsdp_status tie(fsdp_work *work, struct tensor *a, struct tensor *b)
 {
-    TRY(dense_copy(work, a));
-    TRY(dense_copy(work, b));
+    TRY(work_copy(work, &work->ops[0].packed, a));
+    TRY(work_copy(work, &work->ops[0].packed, b));
     struct kernel_reduce how = {
         .op = FSDP_SUM, .src_type = a->type, .dst_type = a->type, .n_src = 2, .scale = 1, .divisor = 1};
     const void *sources[] = {a->data, b->data};
@@ -163,7 +146,7 @@ static fsdp_status grads_dense(fsdp_work *work, const fsdp_unit *unit, struct te
 {
     for (int32_t i = 0; i < unit->n_params; i++)
         if (unit->params[i].accumulating && grads[i].count >= 0 && !grads[i].contiguous)
-            TRY(dense_copy(work, &grads[i]));
+            TRY(work_copy(work, &work->ops[0].packed, &grads[i]));
     return FSDP_OK;
 }
 

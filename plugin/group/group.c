@@ -41,6 +41,7 @@ void group_unhold(fsdp_group *group)
     if (!ref_forked(&group->ref)) { /* in a child they may look as if threads that it lacks waited on them */
         lane_destroy(&group->collectives);
         lane_destroy(&group->messages);
+        pool_destroy(&group->pool);
     }
     mem_free(group);
 }
@@ -109,6 +110,7 @@ static fsdp_status make(fsdp_store *store, const fsdp_group_options *options, in
         snprintf(group->name, sizeof group->name, "group%lld", atomic_fetch_add(&groups_made, 1));
     bootstrap->name = group->name;
     bootstrap->deadline_ns = os_now_ns() + group->timeout_ms * 1000000;
+    pool_init(&group->pool);
     lane_init(&group->collectives, group, collectives_advance, NULL);
     lane_init(&group->messages, group, messages_advance, messages_nudge);
 

@@ -4,6 +4,7 @@
  *   work.c       handles, completion, waiting                               mismatch is told
  *   lane.c       order, progress threads, running                  group.c  objects: create, split, abort, release
  *   message.c    point to point                             bootstrap.c  meeting to make one
+ *   pool.c       buffers for packed copies
  *
  * A work is a list of operations with one handle. Each group has two lanes: collectives, run strictly in order of
  * submission, and point to point, where all advance together. A lane is advanced by one thread at a time, which
@@ -39,7 +40,7 @@ struct packed {
     struct packed *next;
     struct tensor tensor, copy;
     enum pack_way way;
-    size_t bytes; /* mapped for the copy; 0: it is another's */
+    size_t bytes; /* of the group's pool, for the copy; 0: it is another's */
 };
 
 struct op {
@@ -103,6 +104,8 @@ fsdp_status work_addresses(fsdp_work *work, struct transfer *transfer);
  * else in a copy that packed_fill and packed_store keep in step with it. */
 fsdp_status work_pack(fsdp_work *work, struct packed **list, const struct tensor *tensor, enum dtype type,
                       enum pack_way way, char **data);
+/* Memory for the work's copies, and a copy of a tensor in it that is made now: *t becomes the copy. */
+fsdp_status work_copy(fsdp_work *work, struct packed **list, struct tensor *t);
 void packed_fill(const struct packed *list);
 void packed_store(const struct packed *list);
 /* Call release(owner) once the work is complete; if this fails, nothing is called. */
@@ -152,6 +155,23 @@ void collectives_advance(struct lane *lane, fsdp_work *until);
 void messages_advance(struct lane *lane, fsdp_work *until);
 void messages_nudge(struct lane *lane);
 
+/* ---- pool: buffers for packed copies */
+
+#define POOL_BUFFERS 16
+
+struct pool {
+    pthread_mutex_t lock;
+    void *at[POOL_BUFFERS]; /* NULL: none */
+    size_t bytes[POOL_BUFFERS];
+    unsigned next;
+};
+
+void pool_init(struct pool *pool);
+void pool_destroy(struct pool *pool);
+/* Page-rounded bytes of any content. */
+fsdp_status pool_take(struct pool *pool, size_t bytes, void **out);
+void pool_give(struct pool *pool, void *at, size_t bytes);
+
 /* ---- groups */
 
 struct fsdp_group {
@@ -164,6 +184,7 @@ struct fsdp_group {
     fsdp_store *store;
     struct transport *transport;
     struct lane collectives, messages;
+    struct pool pool;
     uint64_t sequence; /* of the collective lane */
     _Atomic uint64_t operations;
     _Atomic uint64_t splits;

@@ -61,17 +61,22 @@ static void keeps_release(struct keep *keep)
     }
 }
 
-static void free_packed(struct packed *list)
+static void free_packed(fsdp_group *group, struct packed *list)
 {
-    for (; list; list = list->next)
-        if (list->bytes) os_unmap(list->copy.data, list->bytes);
+    for (; list; list = list->next) {
+        if (!list->bytes) continue;
+        if (ref_forked(&group->ref)) /* the pool's lock may be another thread's of the parent */
+            os_unmap(list->copy.data, list->bytes);
+        else
+            pool_give(&group->pool, list->copy.data, list->bytes);
+    }
 }
 
 void work_release(fsdp_work *work)
 {
     if (!work || !ref_put(&work->ref)) return;
-    for (int32_t i = 0; i < work->n_ops; i++) free_packed(work->ops[i].packed);
-    for (int32_t i = 0; i < work->n_transits; i++) free_packed(work->transits[i].packed);
+    for (int32_t i = 0; i < work->n_ops; i++) free_packed(work->group, work->ops[i].packed);
+    for (int32_t i = 0; i < work->n_transits; i++) free_packed(work->group, work->transits[i].packed);
     /* Keeps of a work that was never submitted: their owners were told that keeping succeeded. */
     keeps_release(work->keeps);
     for (struct block *block = work->blocks; block;) {
@@ -94,7 +99,7 @@ fsdp_status work_pack(fsdp_work *work, struct packed **list, const struct tensor
     void *copy;
     if (!packed) return FSDP_ERR_NOMEM;
     size_t bytes = os_page_round((size_t)tensor->count * dtype_size(type));
-    TRY(os_map_anonymous(bytes, &copy));
+    TRY(pool_take(&work->group->pool, bytes, &copy));
     packed->bytes = bytes;
     packed->tensor = *tensor;
     tensor_make(&packed->copy, copy, type, tensor->ndim, tensor->shape);
@@ -102,6 +107,23 @@ fsdp_status work_pack(fsdp_work *work, struct packed **list, const struct tensor
     packed->next = *list;
     *list = packed;
     *data = copy;
+    return FSDP_OK;
+}
+
+fsdp_status work_copy(fsdp_work *work, struct packed **list, struct tensor *t)
+{
+    struct packed *packed = work_memory(work, sizeof *packed);
+    size_t bytes = os_page_round(t->bytes);
+    void *copy;
+    if (!packed) return FSDP_ERR_NOMEM;
+    if (!t->count) return FSDP_OK;
+    TRY(pool_take(&work->group->pool, bytes, &copy));
+    packed->next = *list;
+    packed->bytes = bytes;
+    tensor_make(&packed->copy, copy, t->type, t->ndim, t->shape);
+    *list = packed;
+    tensor_copy(&packed->copy, t);
+    *t = packed->copy;
     return FSDP_OK;
 }
 
