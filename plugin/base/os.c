@@ -314,7 +314,7 @@ static int open_unnamed(const char *folder, int *failed)
     return fd;
 }
 
-fsdp_status os_map_file(const char *folder, size_t bytes, void **out)
+fsdp_status os_map_file(const char *folder, size_t bytes, int *out_fd, void **out)
 {
     struct rlimit limit;
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && bytes > limit.rlim_cur)
@@ -331,15 +331,23 @@ fsdp_status os_map_file(const char *folder, size_t bytes, void **out)
         status = err_sys(FSDP_ERR_NOMEM, failed, "can't reserve %zu bytes in offload_dir '%.200s'", bytes, folder);
     else
         status = map_result(mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0), bytes, "a file", out);
-    close(fd);
+    if (status == FSDP_OK)
+        *out_fd = fd;
+    else
+        close(fd);
     return status;
 }
 
-void os_page_out(void *at, size_t bytes)
+void os_file_release(int fd, void *at, size_t bytes)
 {
-    if (!at) return;
-    msync(at, bytes, MS_ASYNC);
-    madvise(at, bytes, MADV_PAGEOUT);
+    if (fd < 0 || !at) return;
+    (void)sync_file_range(fd, 0, 0, SYNC_FILE_RANGE_WRITE);
+    madvise(at, bytes, MADV_DONTNEED); /* of a shared mapping: the file keeps what was written */
+}
+
+void os_file_prefetch(void *at, size_t bytes)
+{
+    if (at) madvise(at, bytes, MADV_WILLNEED);
 }
 
 void os_unmap(void *at, size_t bytes)

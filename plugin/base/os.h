@@ -74,9 +74,11 @@ fsdp_status os_map_private(int fd, size_t offset, size_t bytes, void *at, void *
 /* Zeroed private memory with pages of its own; tensors live here. */
 fsdp_status os_map_anonymous(size_t bytes, void **out);
 /* The same in an unnamed file in `folder`, on its disk: reserved there, so that touching it can't raise SIGBUS. */
-fsdp_status os_map_file(const char *folder, size_t bytes, void **out);
-/* Let the kernel have such memory's pages back as soon as the disk has them. */
-void os_page_out(void *at, size_t bytes);
+fsdp_status os_map_file(const char *folder, size_t bytes, int *fd, void **out);
+/* Such memory is not needed for a while: begin to write what is new to the disk, and leave it to the kernel whether it
+ * keeps the pages. Does not wait. And it will be needed soon: begin to read what is not in memory. */
+void os_file_release(int fd, void *at, size_t bytes);
+void os_file_prefetch(void *at, size_t bytes);
 void os_unmap(void *at, size_t bytes);
 /* Bring pages in for reading, so that no later read faults. Best effort. */
 void os_populate_read(void *at, size_t bytes);

@@ -208,7 +208,8 @@ struct fsdp_unit {
 
     char *shards, *grads; /* one block each for all parameters */
     size_t shard_bytes, grad_bytes;
-    char *partials; /* HYBRID: sums over the shard dimension that wait for the other; made when first needed */
+    int shards_fd, grads_fd; /* with offload_dir: the files that they lie in; else -1 */
+    char *partials;          /* HYBRID: sums over the shard dimension that wait for the other; made when first needed */
     size_t partial_bytes;
     int32_t has_partials; /* they hold some: on all ranks alike */
     int32_t stale_grads;  /* the sharded gradients count as zeros, whatever is there: see grads_clear */
@@ -220,6 +221,7 @@ struct fsdp_unit {
     int32_t aliased;               /* the full parameters are the shards */
     int64_t viewed;                /* number + 1 of the slot that `full` shows: the one taken last; 0: none */
     int32_t populated;             /* the view's pages are mapped: no faults in the steady state */
+    int32_t unseen;                /* nobody has looked for edits since it was last unsharded */
     int64_t faults;                /* page faults of this process when the view was last looked through for edits */
     int64_t publication;           /* of its content, if the slot still has it */
     char *chunk;                   /* reshard over n ranks: this rank's n-th part, where memory isn't shared */

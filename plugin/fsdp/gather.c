@@ -45,7 +45,7 @@ static void write_part(const fsdp_unit *unit, char *base)
             tensor_copy(&part, &shard);
         }
     }
-    if (unit->model->offload_dir) os_page_out(unit->shards, os_page_round(unit->shard_bytes));
+    os_file_release(unit->shards_fd, unit->shards, os_page_round(unit->shard_bytes));
 }
 
 static fsdp_status publish(fsdp_group *group, struct op *op, struct deadline deadline)
@@ -200,10 +200,12 @@ static fsdp_status unshard_begin(fsdp_unit *unit, int chunks, fsdp_work **handle
     return lane_submit(work, handle);
 }
 
-/* What the host wrote to the view. Looked for before it would be seen again: once forward is over, and before the slot
- * is filled anew. A page can't have been copied if the process had no fault since it was last looked for. */
+/* What the host wrote to the view. Looked for before it would be seen again: once forward is over (so that backward
+ * need not), and before the slot is filled or taken again. A page can't have been copied if the process had no fault
+ * since it was last looked for. */
 static void drop_edits(fsdp_unit *unit)
 {
+    unit->unseen = 0;
     if (!unit->populated) return;
     int64_t faults = os_page_faults();
     if (faults < 0 || faults != unit->faults) os_drop_copies(unit->full, unit->full_mapped);
@@ -222,6 +224,7 @@ static void unshard_succeeded(fsdp_unit *unit)
         unit->populated = 1;
     }
     unit->state = FSDP_UNIT_UNSHARDED;
+    unit->unseen = 1;
     if (unit->valid) unit->valid(unit, unit->callback_user);
 }
 
@@ -293,6 +296,7 @@ static fsdp_status unshard(fsdp_unit *unit, int reuse, fsdp_work **handle, int *
         return unit_nothing(unit, handle);
     } else if (reuse && lies_there(unit)) {
         slot_of(unit)->holder = unit->number + 1;
+        if (unit->unseen) drop_edits(unit);
     } else {
         TRY(unit_reshard(unit, RESHARD_RELEASE)); /* shards that changed while the unit was unsharded */
         if (is_chunked(unit) && !unit->chunk) {
@@ -340,6 +344,7 @@ fsdp_status unit_unshard_ahead(fsdp_unit *unit, int reuse)
 {
     fsdp_work *work = NULL;
     if (unit->state != FSDP_UNIT_SHARDED) return FSDP_OK;
+    if (unit->shards_fd >= 0) os_file_prefetch(unit->shards, os_page_round(unit->shard_bytes));
     TRY(unit_unshard(unit, reuse, &work));
     work_release(work);
     unit->ahead = 1;
@@ -355,7 +360,6 @@ fsdp_status unit_reshard(fsdp_unit *unit, enum reshard how)
         if (unit->invalid) unit->invalid(unit, unit->callback_user);
         unit->state = FSDP_UNIT_SHARDED;
         unit->ahead = 0;
-        if (how == RESHARD_AFTER_FORWARD) drop_edits(unit); /* so that backward may find the slot as it was */
     }
     struct slot *slot = slot_of(unit);
     if (!slot || slot->holder != unit->number + 1) return FSDP_OK;

@@ -325,6 +325,7 @@ static fsdp_status settle_all(const struct units *units)
             why = unit->lost;
         }
         grads_clear(unit);
+        os_file_release(unit->grads_fd, unit->grads, os_page_round(unit->grad_bytes));
         unit->current = 0; /* it was this iteration's */
         unit->in_backward = 0;
         if (settled == FSDP_OK || first != FSDP_OK) continue;

@@ -88,12 +88,12 @@ fsdp_status param_lay_out(fsdp_unit *unit, struct param *p, const fsdp_param *gi
     return FSDP_OK;
 }
 
-static fsdp_status block_make(const fsdp_unit *unit, size_t bytes, char **out)
+static fsdp_status block_make(const fsdp_unit *unit, size_t bytes, int *fd, char **out)
 {
     void *block;
     if (!bytes) return FSDP_OK;
     if (unit->model->offload_dir)
-        TRY(os_map_file(unit->model->offload_dir, os_page_round(bytes), &block));
+        TRY(os_map_file(unit->model->offload_dir, os_page_round(bytes), fd, &block));
     else
         TRY(os_map_anonymous(os_page_round(bytes), &block));
     *out = block;
@@ -110,8 +110,8 @@ fsdp_status unit_memory(fsdp_unit *unit)
         TRY(place(unit, &unit->grad_bytes, p->shard_count, p->grad_type, &at));
         if (p->full_type != p->type) unit->aliased = 0;
     }
-    TRY(block_make(unit, unit->shard_bytes, &unit->shards));
-    TRY(block_make(unit, unit->grad_bytes, &unit->grads));
+    TRY(block_make(unit, unit->shard_bytes, &unit->shards_fd, &unit->shards));
+    TRY(block_make(unit, unit->grad_bytes, &unit->grads_fd, &unit->grads));
     size_t shard_end = 0, grad_end = 0;
     for (int32_t i = 0; i < unit->n_params; i++) {
         size_t shard_at, grad_at;

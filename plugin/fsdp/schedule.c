@@ -139,7 +139,7 @@ void schedule_end(fsdp_model *model)
 void schedule_forget(fsdp_model *model)
 {
     struct schedule *s = &model->schedule;
-    s->n_known = s->n_now = s->at = s->learnt = 0;
+    s->n_known = s->n_now = s->at = s->learnt = s->guessed_wrong = 0;
 }
 
 void schedule_free(fsdp_model *model)

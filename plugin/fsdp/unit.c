@@ -76,6 +76,8 @@ static void unit_free(fsdp_unit *unit)
     os_unmap(unit->full, unit->full_mapped);
     os_unmap(unit->shards, os_page_round(unit->shard_bytes));
     os_unmap(unit->grads, os_page_round(unit->grad_bytes));
+    os_close(&unit->shards_fd);
+    os_close(&unit->grads_fd);
     for (int32_t i = 0; unit->params && i < unit->n_params; i++) {
         mem_free(unit->params[i].name);
         mem_free(unit->params[i].at);
@@ -328,15 +330,14 @@ static fsdp_status agree(fsdp_unit *unit, fsdp_work **prepared, fsdp_status stat
     mine->status = status;
     if (status != FSDP_OK) snprintf(mine->message, sizeof mine->message, "%.250s", failure.message);
     TRY(group_exchange_prepared(group, prepared, FSDP_OP_CREATE_UNIT, HASH_START, mine, sizeof *mine, all));
-    TRY(compare(unit, all, params, n));
-    for (int r = 0; r < group->size; r++) {
+    for (int r = 0; r < group->size; r++) { /* first: one that failed may not know what it would have made */
         if (all[r].status == FSDP_OK) continue;
         all[r].message[sizeof all[r].message - 1] = 0;
         return r == group->rank
                    ? err_restore(&failure)
                    : err(all[r].status, "making unit '%s': rank %d reported: %s", unit->name, r, all[r].message);
     }
-    return FSDP_OK;
+    return compare(unit, all, params, n);
 }
 
 static fsdp_status entries_make(fsdp_unit *unit, const fsdp_param *params, const struct tensor *fulls, int32_t n,
@@ -407,6 +408,7 @@ fsdp_status unit_create(fsdp_model *model, const char *name, const fsdp_param *p
     if (!unit) return mem_none("a unit", sizeof *unit);
     ref_init(&unit->ref, REF_UNIT);
     unit->model = model;
+    unit->shards_fd = unit->grads_fd = -1;
     model_retain(model);
     unit->number = model->units_made; /* counted when it has succeeded: so on all ranks alike */
     if (name)

@@ -1,5 +1,5 @@
-/* Buffers for packed copies, kept from one work to the next: what an iteration needs, it needs again in the next one, and
- * fresh pages cost more than the copy that fills them. See group.h.
+/* Buffers for packed copies, kept from one work to the next: what an iteration needs, it needs again in the next one,
+ * and fresh pages cost more than the copy that fills them. See group.h.
  *
  * A buffer goes to the next work that asks for as much. The few that are kept were all in use at one time, so they are
  * no more than the most that was ever needed at once. Taken by the thread that makes a work, given back by the one that
