@@ -360,6 +360,7 @@ fsdp_status unit_reshard(fsdp_unit *unit, enum reshard how)
         if (unit->invalid) unit->invalid(unit, unit->callback_user);
         unit->state = FSDP_UNIT_SHARDED;
         unit->ahead = 0;
+        if (how == RESHARD_AFTER_FORWARD) drop_edits(unit); /* so that backward may find the slot as it was */
     }
     struct slot *slot = slot_of(unit);
     if (!slot || slot->holder != unit->number + 1) return FSDP_OK;
