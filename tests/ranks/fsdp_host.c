@@ -86,6 +86,88 @@ double value_of(enum dtype type, int seed, int64_t element)
     return (double)(((int64_t)seed * 31 + element * 7 + 1) % spans[type]);
 }
 
+/* ---- slots */
+
+static struct host_slot *slot_at(struct host_slots *s, int number)
+{
+    for (int i = 0; i < s->n && number; i++)
+        if (s->at[i].number == number) return &s->at[i];
+    return NULL;
+}
+
+static void slot_add(struct host_slots *s, int64_t bytes, const struct host_slot *instead)
+{
+    CHECK(s->n < HOST_SLOTS, "too many slots for the oracle");
+    struct host_slot fresh = {.number = ++s->made, .bytes = bytes};
+    s->at[s->n++] = fresh; /* made before the other is given up */
+    s->bytes += bytes;
+    if (s->bytes > s->bytes_peak) s->bytes_peak = s->bytes;
+    s->operations += s->private ? 1 : 2;
+    if (instead) {
+        s->bytes -= instead->bytes;
+        int at = (int)(instead - s->at);
+        memmove(&s->at[at], &s->at[at + 1], (size_t)(s->n - at - 1) * sizeof *s->at);
+        s->n--;
+    }
+    if (s->n > s->peak) s->peak = s->n;
+}
+
+/* Its last one when that is free, else the smallest free one that will do (the oldest of equal ones), else a new one in
+ * place of the largest free one. */
+static struct host_slot *slot_choose(struct host_slots *s, const struct host_content *u)
+{
+    struct host_slot *last = slot_at(s, u->slot), *best = NULL, *largest = NULL;
+    if (last && (!last->holder || last->holder == u->unit)) return last;
+    for (int i = 0; i < s->n; i++) { /* in the order of making */
+        struct host_slot *slot = &s->at[i];
+        if (slot->holder) continue;
+        if (slot->bytes >= u->bytes && (!best || slot->bytes < best->bytes)) best = slot;
+        if (slot->bytes < u->bytes && (!largest || slot->bytes > largest->bytes)) largest = slot;
+    }
+    if (best) return best;
+    slot_add(s, u->bytes, largest);
+    return &s->at[s->n - 1];
+}
+
+void slots_publish(struct host_slots *s, struct host_content *u)
+{
+    struct host_slot *slot = slot_choose(s, u);
+    slot->holder = u->unit;
+    slot->content = u->publication = ++s->publications;
+    u->slot = slot->number;
+    s->operations++;
+}
+
+int slots_reuse(struct host_slots *s, struct host_content *u)
+{
+    struct host_slot *slot = slot_at(s, u->slot);
+    if (!slot || !u->publication || slot->content != u->publication) return 0;
+    if (slot->holder && slot->holder != u->unit) return 0;
+    slot->holder = u->unit;
+    return 1;
+}
+
+void slots_leave(struct host_slots *s, const struct host_content *u)
+{
+    struct host_slot *slot = slot_at(s, u->slot);
+    if (slot && slot->holder == u->unit) slot->holder = 0;
+}
+
+void slots_end(struct host_slots *s)
+{
+    for (int i = 0; i < s->n; i++) s->at[i].holder = 0, s->at[i].content = 0;
+}
+
+void slots_expect(const struct host_slots *s, fsdp_model *model, const char *when)
+{
+    fsdp_memory_info info = memory_of(model);
+    CHECK(info.slots == s->n, "%lld slots, not %d, %s", (long long)info.slots, s->n, when);
+    CHECK(info.unsharded == s->bytes, "slots of %lld bytes, not %lld, %s", (long long)info.unsharded,
+          (long long)s->bytes, when);
+    CHECK(info.unsharded_peak == s->bytes_peak, "slots of at most %lld bytes, not %lld, %s",
+          (long long)info.unsharded_peak, (long long)s->bytes_peak, when);
+}
+
 /* ---- units */
 
 fsdp_group *group_make(struct rank *r, int direct_read, int64_t staging_bytes)
@@ -123,6 +205,13 @@ int64_t spec_count(const struct spec *spec)
 int64_t spec_bytes(const struct spec *spec)
 {
     return spec_count(spec) * (int64_t)dtype_size(spec->type);
+}
+
+int64_t specs_slot_bytes(const struct spec *specs, int n)
+{
+    int64_t bytes = 0, page = sysconf(_SC_PAGESIZE);
+    for (int i = 0; i < n; i++) bytes += (spec_bytes(&specs[i]) + 63) / 64 * 64;
+    return (bytes + page - 1) / page * page;
 }
 
 void spec_part(const struct spec *spec, int rank, int size, int64_t *begin, int64_t *count)

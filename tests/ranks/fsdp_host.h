@@ -31,6 +31,41 @@ double rounded(enum dtype type, double v);
 /* A small whole number, exact in every dtype, unlike its neighbours'. */
 double value_of(enum dtype type, int seed, int64_t element);
 
+/* ---- slots: an oracle of which one a unit gets, from the rules in abi/fsdp.h and plugin/fsdp/slot.c */
+
+#define HOST_SLOTS 16
+
+struct host_slot {
+    int number;      /* in the order of making; 0: none */
+    int64_t bytes;   /* of whole pages */
+    int holder;      /* a unit, from 1; 0: free */
+    int64_t content; /* a publication, from 1; 0: nothing of use */
+};
+
+struct host_slots {
+    int private; /* each rank has its own */
+    int made, n, peak;
+    int64_t bytes, bytes_peak;
+    int64_t publications;
+    uint64_t operations; /* what it took of the group: makings, and publications */
+    struct host_slot at[HOST_SLOTS];
+};
+
+struct host_content { /* of a unit: its slot, held or not, and what it put there last */
+    int unit;         /* from 1, each its own */
+    int64_t bytes;    /* that it needs */
+    int slot;         /* number; 0: none yet */
+    int64_t publication;
+};
+
+/* It is published anew, in the slot that the rules say. */
+void slots_publish(struct host_slots *s, struct host_content *u);
+/* Before backward: true when it still lies where it was, and is held again. */
+int slots_reuse(struct host_slots *s, struct host_content *u);
+void slots_leave(struct host_slots *s, const struct host_content *u);
+void slots_end(struct host_slots *s); /* finish_backward: all are free, and hold nothing of use */
+void slots_expect(const struct host_slots *s, fsdp_model *model, const char *when);
+
 /* ---- units */
 
 struct spec {
@@ -59,6 +94,8 @@ void host_unit_make(struct rank *r, fsdp_model *model, const char *name, const s
 void host_unit_drop(struct host_unit *u); /* tensors and unit */
 int64_t spec_count(const struct spec *spec);
 int64_t spec_bytes(const struct spec *spec);
+/* What a slot for a unit of these takes: each 64 bytes aligned, in whole pages. */
+int64_t specs_slot_bytes(const struct spec *specs, int n);
 /* This rank's part of a parameter, in elements. */
 void spec_part(const struct spec *spec, int rank, int size, int64_t *begin, int64_t *count);
 

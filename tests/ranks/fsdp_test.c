@@ -3,14 +3,17 @@
 #include "fsdp_host.h"
 
 #include <pthread.h>
+#include <unistd.h>
 
 TestSuite(fsdp, .timeout = RANKS_SECONDS + 30);
 
 static const enum dtype float_types[] = {DTYPE_F64, DTYPE_F32, DTYPE_F16, DTYPE_BF16, DTYPE_F8E4M3FN, DTYPE_F8E5M2};
 #define FLOAT_TYPES (int)(sizeof float_types / sizeof *float_types)
 
-static const fsdp_model_options shared_kept = {.reshard_after_forward = FSDP_RESHARD_NEVER}, in_private = {.private_unshard = 1},
-                                private_kept = {.private_unshard = 1, .reshard_after_forward = FSDP_RESHARD_NEVER}, shared = {0};
+static const fsdp_model_options shared_kept = {.reshard_after_forward = FSDP_RESHARD_NEVER},
+                                in_private = {.private_unshard = 1},
+                                private_kept = {.private_unshard = 1, .reshard_after_forward = FSDP_RESHARD_NEVER},
+                                shared = {0};
 static const fsdp_model_options *const all_options[] = {&shared, &in_private, &shared_kept, &private_kept};
 
 /* ---- tensors */
@@ -243,17 +246,23 @@ Test(fsdp, tensors_outlive_unit_model_and_group)
 struct expected {
     fsdp_unit_state state;
     int current, shown, held; /* versions of the values: in the full views, in the shards */
+    int in_backward;
+    int forward_over; /* what is written to the view from here to its backward is seen there: it is not to be written */
+    struct host_content content;
     fsdp_work *work;
 };
+
+enum { TRIED = 3 };
 
 struct trial {
     struct rank *r;
     fsdp_group *group;
     fsdp_model *model;
     const fsdp_model_options *options;
-    uint64_t operations;
-    struct host_unit units[2];
-    struct expected expected[2];
+    uint64_t operations; /* but for those that slots take */
+    struct host_slots slots;
+    struct host_unit units[TRIED];
+    struct expected expected[TRIED];
     char log[4096]; /* the calls so far */
     size_t logged;
 };
@@ -273,33 +282,33 @@ static void will_finish(struct trial *t, int i)
     e->work = NULL;
 }
 
-/* reuse: before backward, what forward published will do. */
+/* reuse: before backward, what forward published will do, if it still is where it was. */
 static void will_unshard(struct trial *t, int i, int asynchronous, int reuse)
 {
     struct expected *e = &t->expected[i];
     will_finish(t, i);
-    if (!e->current || (!reuse && e->state != FSDP_UNIT_UNSHARDED)) {
-        t->operations++;
-        e->shown = e->held;
-        e->current = 1;
-        e->state = asynchronous ? FSDP_UNIT_UNSHARDING : FSDP_UNIT_UNSHARDED;
-    } else {
-        e->state = FSDP_UNIT_UNSHARDED;
-    }
+    if (e->state == FSDP_UNIT_UNSHARDED && e->current) return;
+    e->state = FSDP_UNIT_UNSHARDED;
+    e->forward_over = 0;
+    if (reuse && e->current && slots_reuse(&t->slots, &e->content)) return;
+    slots_publish(&t->slots, &e->content);
+    e->shown = e->held;
+    e->current = 1;
+    if (asynchronous) e->state = FSDP_UNIT_UNSHARDING;
 }
 
 static void will_reshard(struct trial *t, int i)
 {
     struct expected *e = &t->expected[i];
     will_finish(t, i);
-    if (e->state == FSDP_UNIT_UNSHARDED && t->options->private_unshard) e->current = 0;
+    slots_leave(&t->slots, &e->content);
     e->state = FSDP_UNIT_SHARDED;
 }
 
 static void check_units(struct trial *t)
 {
     int pending = 0;
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < TRIED; i++) {
         struct expected *e = &t->expected[i];
         fsdp_unit_state state = state_of(&t->units[i]);
         if (e->state == FSDP_UNIT_UNSHARDING) {
@@ -311,32 +320,39 @@ static void check_units(struct trial *t)
         CHECK(state == e->state, "unit %d is in state %d, not %d, after%s", i, state, e->state, t->log);
         if (state == FSDP_UNIT_UNSHARDED) expect_full(&t->units[i], e->shown * 7 + i, t->log);
     }
+    slots_expect(&t->slots, t->model, t->log);
     if (!pending)
-        CHECK(operations_of(t->group) == t->operations, "%llu operations, not %llu, after%s",
-              (unsigned long long)operations_of(t->group), (unsigned long long)t->operations, t->log);
+        CHECK(operations_of(t->group) == t->operations + t->slots.operations, "%llu operations, not %llu, after%s",
+              (unsigned long long)operations_of(t->group), (unsigned long long)(t->operations + t->slots.operations),
+              t->log);
 }
 
 static void random_call(struct trial *t, uint64_t *common, uint64_t *own)
 {
-    int i = random_below(common, 2), call = random_below(common, 12);
+    int i = random_below(common, TRIED), call = random_below(common, 12);
     struct host_unit *u = &t->units[i];
     struct expected *e = &t->expected[i];
     switch (call) {
     case 0:
     case 1:
         note(t, call ? "pre_backward" : "pre_forward", i);
-        will_unshard(t, i, 0, call);
+        will_unshard(t, i, 0, call || e->in_backward);
+        if (call) e->in_backward = 1;
         OK(call ? fsdp_unit_pre_backward(u->unit) : fsdp_unit_pre_forward(u->unit));
         break;
     case 2:
         note(t, "post_forward", i);
-        if (t->options->reshard_after_forward >= 0) will_reshard(t, i);
+        if (t->options->reshard_after_forward >= 0 && !e->in_backward) {
+            will_reshard(t, i);
+            e->forward_over = 1;
+        }
         OK(fsdp_unit_post_forward(u->unit));
         break;
     case 3:
         note(t, "post_backward", i);
         t->operations++;
         will_reshard(t, i);
+        e->in_backward = 0;
         OK(backward_nothing(u));
         break;
     case 4:
@@ -372,7 +388,7 @@ static void random_call(struct trial *t, uint64_t *common, uint64_t *own)
         if (e->work) /* until then the shard is read */
             OK(fsdp_work_wait(e->work, -1));
         else if (e->state == FSDP_UNIT_UNSHARDING)
-            OK(fsdp_unit_pre_forward(u->unit));
+            OK(fsdp_unit_unshard(u->unit, NULL));
         will_finish(t, i);
         note(t, "shard_changed", i);
         e->held++;
@@ -382,10 +398,11 @@ static void random_call(struct trial *t, uint64_t *common, uint64_t *own)
         break;
     case 10:
         note(t, "finish_backward", 0);
-        for (int k = 0; k < 2; k++) {
+        for (int k = 0; k < TRIED; k++) {
             will_reshard(t, k);
-            t->expected[k].current = 0;
+            t->expected[k].current = t->expected[k].in_backward = 0;
         }
+        slots_end(&t->slots);
         OK(fsdp_model_finish_backward(t->model));
         break;
     case 11:
@@ -396,19 +413,28 @@ static void random_call(struct trial *t, uint64_t *common, uint64_t *own)
     }
     if (random_below(own, 8) == 0) nap(random_below(own, 400));
     check_units(t);
-    /* Edits are this rank's own, and gone with the next reshard; which must come before the next look. */
+    /* Edits are this rank's own, and gone when the unit is unsharded again; which must come before the next look. */
     if (e->state == FSDP_UNIT_UNSHARDED && random_below(common, 3) == 0) {
         scribble(u, own);
         note(t, "edit+reshard", i);
         will_reshard(t, i);
         OK(fsdp_unit_reshard(u->unit));
+    } else if (e->state == FSDP_UNIT_SHARDED && !e->forward_over && random_below(common, 4) == 0) {
+        scribble(u, own); /* of no meaning, also where the view's slot is another unit's by now */
+        note(t, "edit", i);
     }
 }
 
 static void rank_states(struct rank *r)
 {
     static const struct spec first[] = {{"a", DTYPE_F32, 2, {70, 40}, 0}, {"b", DTYPE_F64, 1, {5}, 0}},
-                             second[] = {{"c", DTYPE_BF16, 2, {9, 300}, 0}, {"d", DTYPE_F32, 1, {3}, 1}};
+                             second[] = {{"c", DTYPE_BF16, 2, {9, 300}, 0}, {"d", DTYPE_F32, 1, {3}, 1}},
+                             third[] = {{"e", DTYPE_F32, 2, {33, 150}, 0}};
+    static const struct {
+        const char *name;
+        const struct spec *specs;
+        int n;
+    } tried[TRIED] = {{"first", first, 2}, {"second", second, 2}, {"third", third, 1}}; /* slots of 3, 2 and 5 pages */
     uint64_t seed = *(const uint64_t *)r->argument, common = seed, own = seed ^ (uint64_t)(r->rank + 1) << 40;
     fsdp_group *group = group_make(r, 0, 0);
     for (int o = 0; o < 4; o++) {
@@ -418,12 +444,16 @@ static void rank_states(struct rank *r)
         t->options = all_options[o];
         t->model = model_make(group, t->options);
         t->logged = (size_t)snprintf(t->log, 64, " (FSDP_TEST_SEED=%llu, options %d)", (unsigned long long)seed, o);
-        host_unit_make(r, t->model, "first", first, 2, 0, &t->units[0]);
-        host_unit_make(r, t->model, "second", second, 2, 1, &t->units[1]);
+        t->slots.private = t->options->private_unshard;
+        for (int i = 0; i < TRIED; i++) {
+            host_unit_make(r, t->model, tried[i].name, tried[i].specs, tried[i].n, i, &t->units[i]);
+            t->expected[i].content =
+                (struct host_content){.unit = i + 1, .bytes = specs_slot_bytes(tried[i].specs, tried[i].n)};
+        }
         t->operations = operations_of(group);
         for (int i = 0; i < 120; i++) random_call(t, &common, &own);
         OK(fsdp_model_finish_backward(t->model));
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < TRIED; i++) {
             will_finish(t, i);
             host_unit_drop(&t->units[i]);
         }
@@ -490,11 +520,16 @@ static void rank_edits(struct rank *r)
             OK(fsdp_barrier(group, NULL));
             OK(fsdp_unit_reshard(u.unit));
             uint64_t before = operations_of(group);
-            OK(fsdp_unit_pre_backward(u.unit)); /* without publishing anew, where it is shared */
-            CHECK(operations_of(group) == before + (o == 1), "operations");
+            OK(fsdp_unit_pre_backward(u.unit)); /* without publishing anew */
+            CHECK(operations_of(group) == before, "operations");
             expect_full(&u, 0, "after an edit was dropped");
             OK(fsdp_unit_reshard(u.unit));
             if (r->rank == 1) memset(data + edits[e].at, 0x66, edits[e].bytes); /* sharded: of no meaning */
+            if (e % 2) continue;
+            OK(fsdp_unit_pre_backward(u.unit)); /* nor when nothing is published in between */
+            CHECK(operations_of(group) == before, "operations");
+            expect_full(&u, 0, "after an edit while sharded");
+            OK(fsdp_unit_reshard(u.unit));
         }
         host_unit_drop(&u);
         fsdp_model_release(model);
@@ -566,7 +601,10 @@ static void rank_dropped_elsewhere(struct rank *r)
         OK(fsdp_barrier(group, NULL)); /* all asynchronous works are complete */
         host_unit_drop(&kept);
         fsdp_memory_info memory = memory_of(model);
-        CHECK(memory.unsharded == 0 && memory.shards == 0, "%lld bytes are left", (long long)memory.unsharded);
+        CHECK(memory.shards == 0, "%lld bytes are left", (long long)memory.shards);
+        /* No more than two were full at once, each of a page; whenever those that are gone went. */
+        CHECK(memory.slots == 2 && memory.unsharded == 2 * sysconf(_SC_PAGESIZE), "%lld slots of %lld bytes",
+              (long long)memory.slots, (long long)memory.unsharded);
         fsdp_model_release(model);
     }
     fsdp_group_release(group);
