@@ -7,7 +7,7 @@ the rounds of the ratios within a round, so that a machine that is slow for a wh
 
     Fleet      the rank processes of one program
     Contender  a label, a fleet, and the task and size that its ranks are told
-    Row        contenders that do the same thing, and how often
+    Row        contenders that do the same thing, and how often; rows of one `table` are printed together
     Figure     what is reported: a line `BENCH name value=X must=Y stretch=Z better=lower|higher`
     Report     rows and figures; the lines, the table and the picture
 
@@ -251,6 +251,8 @@ class Row:
     warm_up: int = 2
     pin: bool = False
     hops: list = None  # hop_ns() before and after
+    table: str = ""  # the heading it is printed under; "": the report's
+    baseline: str = None  # whom its contenders are compared with there; None: the suite's baseline
 
     def __getitem__(self, label):
         return next((c for c in self.contenders if c.label == label), None)
@@ -322,7 +324,7 @@ class Figure:
 class Report:
     def __init__(self, title, pin=False):
         self.title, self.pin = title, pin
-        self.rows, self.figures = [], []
+        self.rows, self.figures, self.notes = [], [], []
 
     def measure(self, row):
         say(f"{row.title}, {row.ranks} ranks, {size_name(row.count)}")
@@ -338,12 +340,21 @@ class Report:
         self.figures.append(figure)
         print(figure.line(), flush=True)
 
-    def table(self, baseline=None):
+    def note(self, title, lines):
+        """A table of something else than times: lists of words, the first of them the heads of the columns."""
+        self.notes.append(f"{title}\n{_aligned(lines)}")
+
+    def tables(self, baseline=None):
         """All rows: each contender's median, and how it compares to the baseline."""
-        labels = list(dict.fromkeys(c.label for row in self.rows for c in row.contenders))
-        header = ["", "ranks", "size", "hop ns", *labels]
-        lines = []
-        for row in self.rows:
+        names = dict.fromkeys(row.table for row in self.rows)
+        return "\n\n".join([self._table(name, baseline) for name in names] + self.notes)
+
+    def _table(self, name, baseline):
+        rows = [row for row in self.rows if row.table == name]
+        baseline = rows[0].baseline or baseline
+        labels = list(dict.fromkeys(c.label for row in rows for c in row.contenders))
+        lines = [["", "ranks", "size", "hop ns", *labels]]
+        for row in rows:
             hops = "-".join(str(hop) for hop in dict.fromkeys(row.hops) if hop is not None)
             cells = [row.title, str(row.ranks), size_name(row.count), hops]
             for label in labels:
@@ -353,9 +364,11 @@ class Report:
                     cell += f" ({row.ratio(label, baseline):.2f}x)"
                 cells.append(cell)
             lines.append(cells)
+        if len(lines) == 2 and len(labels) > 6:
+            lines = [list(pair) for pair in zip(*lines)]  # too wide to read across
         note = f"Medians; in brackets, times {baseline}. " if baseline else "Medians. "
         note += "hop: a word from processor to processor and back, before and after the row.\n"
-        return f"{self.title}\n{note}" + _aligned([header, *lines])
+        return f"{name or self.title}\n{note}" + _aligned(lines)
 
     def targets(self):
         lines = [["figure", "value", "must", "stretch", ""]]
@@ -452,8 +465,8 @@ def main(suite, options, title, baseline=None):
     finally:
         for fleet in list(Fleet.running):
             fleet.close()
-    if report.rows:
-        print(f"\n{report.table(baseline)}")
+    if report.rows or report.notes:
+        print(f"\n{report.tables(baseline)}")
         if report.targets():
             print(f"\n{report.targets()}")
     if options.plot and status == 0:
