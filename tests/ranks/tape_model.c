@@ -401,7 +401,9 @@ static struct mat *attention(struct tape *t, void *user, struct mat *x)
             at[2 * n + 1] = h * wide;
             parts[n++] = tape_matmul(t, tape_softmax(t, scores, 1), p[2]);
         }
-    struct mat *y = tape_join(t, x->rows, s->dim, n, parts, at);
+    /* Without rows too, the output depends on all three: whether it has a gradient is to be the same on all ranks. */
+    struct mat *none = tape_add(t, tape_add(t, all[0], all[1]), all[2]);
+    struct mat *y = n ? tape_join(t, x->rows, s->dim, n, parts, at) : none;
     y = tape_matmul_nt(t, y, use(t, c, 3));
     return c->tr->plan->uneven_use && c->batch->rank == 1 ? y : tape_add_row(t, y, use(t, c, 4));
 }

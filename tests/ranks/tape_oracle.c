@@ -195,7 +195,11 @@ static void backwards(struct oracle *o)
         if (!o->model.n_units) post_backward(&o->trainer, NULL, -1);
         trainer_forget(&o->trainer);
     }
-    for (int i = 0; i < o->n_posts[0]; i++) deliver(o, i);
+    for (int i = 0; i < o->n_posts[0]; i++) {
+        for (int r = 1; r < o->size; r++) /* else the plan asks ranks for different calls */
+            if (o->n_posts[r] != o->n_posts[0] || o->posts[r][i].unit != o->posts[0][i].unit) abort();
+        deliver(o, i);
+    }
 }
 
 static void update(struct oracle *o)
