@@ -924,7 +924,8 @@ static void with_children(int rank)
 {
     fsdp_group_options options = crew_options(10000, direct);
     fsdp_group *group = crew_group(rank, 2, &options);
-    fsdp_model_options shape = {.struct_size = sizeof shape, .private_unshard = how, .reshard_after_forward = FSDP_RESHARD_NEVER};
+    fsdp_model_options shape = {
+        .struct_size = sizeof shape, .private_unshard = how, .reshard_after_forward = FSDP_RESHARD_NEVER};
     fsdp_model *model = NULL;
     fsdp_unit *unit = NULL;
     float values[8] = {3, 3, 3, 3, 3, 3, 3, 3};
@@ -1197,33 +1198,73 @@ Test(limits, one_rank_lacks_something)
     }
 }
 
-/* A unit whose shared region can't be reserved or mapped: refused on all ranks, and the group goes on. */
+static void lower_space(int64_t more)
+{
+    FILE *file = fopen("/proc/self/statm", "r");
+    unsigned long pages = 0;
+    CHECK(file && fscanf(file, "%lu", &pages) == 1, "statm");
+    fclose(file);
+    struct rlimit limit;
+    CHECK(getrlimit(RLIMIT_AS, &limit) == 0, "getrlimit");
+    limit.rlim_cur = pages * 4096 + (rlim_t)more; /* soft: it is raised again */
+    CHECK(setrlimit(RLIMIT_AS, &limit) == 0, "setrlimit: %s", strerror(errno));
+}
+
+static void raise_space(void)
+{
+    struct rlimit limit;
+    CHECK(getrlimit(RLIMIT_AS, &limit) == 0, "getrlimit");
+    limit.rlim_cur = limit.rlim_max;
+    CHECK(setrlimit(RLIMIT_AS, &limit) == 0, "setrlimit: %s", strerror(errno));
+}
+
+/* A unit that memory lacks for on one rank: refused on all, and the group and the model go on. Kinds: 0, the shared
+ * region of its first unshard can't be reserved; 1, not be mapped; 2, there is none for its shards. */
 static void unit_too_large(int rank)
 {
     fsdp_group_options options = crew_options(6000, 0);
     fsdp_group *group = crew_group(rank, 2, &options);
     fsdp_model *model = NULL;
-    fsdp_unit *unit = NULL;
+    fsdp_unit *unit = NULL, *other = NULL;
     OK(fsdp_model_create(group, NULL, &model));
-    int64_t count = 16 << 20;
+    int64_t count = 16 << 20, poor = limit_kind != 0;
     float *values = mmap(NULL, (size_t)count * 4, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(values != MAP_FAILED, "mmap");
     fsdp_param param = {.struct_size = sizeof param, .name = "w", .full = crew_tensor(values, F32, count)};
-    if (limit_kind == 0 && rank == 0) lower(RLIMIT_FSIZE, 40 << 20);
-    if (limit_kind == 1 && rank == 1) {
-        FILE *file = fopen("/proc/self/statm", "r");
-        unsigned long pages = 0;
-        CHECK(file && fscanf(file, "%lu", &pages) == 1, "statm");
-        fclose(file);
-        lower(RLIMIT_AS, pages * 4096 + (rlim_t)count * 5);
-    }
     char who[16] = "bytes";
-    if (rank != limit_kind) snprintf(who, sizeof who, "rank %d", limit_kind);
-    EXPECT(fsdp_unit_create(model, "big", &param, 1, NULL, &unit), FSDP_ERR_NOMEM, who);
+    if (rank != poor) snprintf(who, sizeof who, "rank %d", (int)poor);
+    if (limit_kind == 0 && rank == poor) lower(RLIMIT_FSIZE, 40 << 20);
+    if (limit_kind == 2 && rank == poor) lower_space(24 << 20);
+    if (limit_kind == 2) {
+        EXPECT(fsdp_unit_create(model, "big", &param, 1, NULL, &unit), FSDP_ERR_NOMEM, who);
+        CHECK(!unit, "an output was written");
+        if (rank == poor) raise_space();
+    }
+    OK(fsdp_unit_create(model, "big", &param, 1, NULL, &unit)); /* its full parameters are addresses only */
+    if (limit_kind == 1 && rank == poor) lower_space(48 << 20);
+    fsdp_work *work = NULL;
+    for (int i = 0; i < 4 && limit_kind < 2; i++) {
+        if (i < 2)
+            EXPECT(fsdp_unit_pre_forward(unit), FSDP_ERR_NOMEM, who, rank == poor ? who : "'big'");
+        else
+            EXPECT(fsdp_unit_unshard(unit, &work), FSDP_ERR_NOMEM, who, rank == poor ? who : "'big'");
+        fsdp_unit_state state = 9;
+        OK(fsdp_unit_query_state(unit, &state));
+        fsdp_memory_info memory = {.struct_size = sizeof memory};
+        OK(fsdp_model_memory(model, &memory));
+        CHECK(state == FSDP_UNIT_SHARDED && !work, "not sharded");
+        CHECK(memory.slots == 0 && memory.unsharded == 0 && memory.host_unsharded == 0, "something is left");
+    }
     float small[4] = {1, 2, 3, 4};
     param.full = crew_tensor(small, F32, 4);
-    OK(fsdp_unit_create(model, "small", &param, 1, NULL, &unit));
-    OK(fsdp_unit_pre_forward(unit));
+    param.name = "v";
+    OK(fsdp_unit_create(model, "small", &param, 1, NULL, &other));
+    OK(fsdp_unit_pre_forward(other));
+    if (limit_kind != 0) { /* there is room again, and now the slot of the small one is too small */
+        if (rank == poor) raise_space();
+        OK(fsdp_unit_pre_forward(unit));
+    }
+    fsdp_unit_release(other);
     fsdp_unit_release(unit);
     fsdp_model_release(model);
     crew_group_works(group, rank, 2);
@@ -1232,7 +1273,7 @@ static void unit_too_large(int rank)
 
 Test(limits, a_unit_that_does_not_fit)
 {
-    for (limit_kind = 0; limit_kind < (SANITIZED ? 1 : 2); limit_kind++) {
+    for (limit_kind = 0; limit_kind < (SANITIZED ? 1 : 3); limit_kind++) {
         again();
         crew_run(2, 12000, unit_too_large);
     }

@@ -184,6 +184,116 @@ Test(fsdp_gradient, gradients_are_rounded_once_from_f32)
     for (int n = 1; n <= 4; n++) ranks_run(n, rank_rounding, NULL);
 }
 
+/* zero_grad only marks: what is there is of no meaning from then on, whoever looks first. */
+
+static void fill(const DLManagedTensorVersioned *t, double v)
+{
+    double values[64];
+    for (int k = 0; k < 64; k++) values[k] = v;
+    set_doubles(&t->dl_tensor, values);
+}
+
+static int filled(const DLManagedTensorVersioned *t, double v)
+{
+    double values[64];
+    get_doubles(&t->dl_tensor, values);
+    for (int64_t k = 0; k < elements(&t->dl_tensor); k++)
+        if (values[k] != v) return 0;
+    return 1;
+}
+
+enum look { BY_GRAD, BY_FINISH, BY_NORM, BY_CLIP, BY_UNSCALE, BY_FREEZING, BY_REDUCTION, BY_NO_SYNC, LOOKS };
+
+/* The first look after zero_grad. */
+static void look_at(enum look look, fsdp_model *model, fsdp_scaler *scaler, const struct host_unit *u)
+{
+    double norm = 9;
+    float threes[35];
+    DLTensor grad = u->full[0]->dl_tensor;
+    DLManagedTensorVersioned *again;
+    fsdp_scaler_info info = {.struct_size = sizeof info};
+    int32_t step = 0;
+    switch (look) {
+    case BY_GRAD:
+        OK(fsdp_unit_param_grad(u->unit, 0, &again));
+        CHECK(filled(again, 0), "a new tensor of the gradient holds old values");
+        again->deleter(again);
+        break;
+    case BY_NORM:
+        OK(fsdp_model_grad_norm(model, 2, &norm));
+        CHECK(norm == 0, "norm %g", norm);
+        break;
+    case BY_CLIP:
+        OK(fsdp_model_clip_grad_norm(model, 1, INFINITY, 1, &norm));
+        CHECK(norm == 0, "norm %g", norm);
+        break;
+    case BY_UNSCALE:
+        OK(fsdp_scaler_unscale(scaler, model));
+        OK(fsdp_scaler_step(scaler, &step));
+        CHECK(step, "an old infinity was found");
+        OK(fsdp_scaler_update(scaler));
+        break;
+    case BY_FREEZING:
+        OK(fsdp_unit_set_frozen(u->unit, 1, 1));
+        OK(fsdp_unit_set_frozen(u->unit, 1, 0));
+        break;
+    case BY_NO_SYNC: /* nor by what is only accumulated */
+        OK(fsdp_model_set_gradient_sync(model, 0));
+        OK(backward_nothing(u));
+        OK(fsdp_model_set_gradient_sync(model, 1));
+        OK(fsdp_model_finish_backward(model));
+        break;
+    case BY_REDUCTION: /* of one parameter; the other has no gradient on any rank */
+        for (int k = 0; k < 35; k++) threes[k] = 3;
+        grad.data = threes;
+        OK(fsdp_unit_post_backward(u->unit, (const DLTensor *const[]){&grad, NULL}, 2, NULL));
+        break;
+    default:
+        OK(fsdp_model_finish_backward(model));
+        break;
+    }
+}
+
+static void rank_zeroed(struct rank *r)
+{
+    static const struct spec specs[2][2] = {{{"a", DTYPE_F32, 2, {7, 5}, 0}, {"b", DTYPE_BF16, 1, {9}, 0}},
+                                            {{"c", DTYPE_F64, 1, {6}, 0}, {"d", DTYPE_F32, 1, {5}, 0}}};
+    fsdp_group *group = group_make(r, 0, 0);
+    fsdp_scaler *scaler;
+    fsdp_scaler_options scaling = {.struct_size = sizeof scaling};
+    OK(fsdp_scaler_create(group, &scaling, &scaler));
+    fsdp_model *model = model_make(group, &(fsdp_model_options){.gradient_divisor = 1});
+    struct host_unit u[2];
+    for (int i = 0; i < 2; i++) host_unit_make(r, model, NULL, specs[i], 2, 0, &u[i]);
+    for (int look = 0; look < LOOKS; look++) {
+        for (int i = 0; i < 4; i++) fill(u[i / 2].grad[i % 2], INFINITY);
+        OK(fsdp_model_zero_grad(model));
+        for (int i = 0; i < 4; i++) {
+            CHECK(filled(u[i / 2].grad[i % 2], INFINITY), "cleared at once");
+            fill(u[i / 2].grad[i % 2], i % 2 ? NAN : INFINITY); /* what is written now is lost */
+        }
+        look_at(look, model, scaler, &u[0]);
+        CHECK(filled(u[0].grad[0], look == BY_REDUCTION ? 3.0 * r->size : 0), "way %d: the first gradient", look);
+        CHECK(filled(u[0].grad[1], 0), "way %d: the second gradient", look);
+        OK(fsdp_model_finish_backward(model));
+        for (int i = 0; i < 2; i++) CHECK(filled(u[1].grad[i], 0), "way %d: another unit's gradient", look);
+        CHECK(filled(u[0].grad[0], look == BY_REDUCTION ? 3.0 * r->size : 0), "way %d: at the end", look);
+        look_at(BY_REDUCTION, model, scaler, &u[0]); /* cleared once: this adds */
+        look_at(BY_REDUCTION, model, scaler, &u[0]);
+        double sum = (look == BY_REDUCTION ? 9.0 : 6.0) * r->size;
+        CHECK(filled(u[0].grad[0], sum) && filled(u[0].grad[1], 0), "way %d: later gradients are not added", look);
+    }
+    for (int i = 0; i < 2; i++) host_unit_drop(&u[i]);
+    fsdp_model_release(model);
+    fsdp_scaler_release(scaler);
+    fsdp_group_release(group);
+}
+
+Test(fsdp_gradient, after_zero_grad_nobody_sees_what_was_there)
+{
+    for (int n = 1; n <= 3; n++) ranks_run(n, rank_zeroed, NULL);
+}
+
 /* Reductions of several units go on while others begin. Large enough for staging and direct reads. */
 static void rank_in_flight(struct rank *r)
 {
@@ -301,11 +411,11 @@ static void rank_refused(struct rank *r)
         const DLTensor *grad;
         fsdp_status status;
         const char *word;
-    } refused[] = {
-        {&wrong_shape, FSDP_ERR_INVALID, "grads[1] (of 'h') is (4, 3) bfloat16: it must be as the parameter, (3, 4)"},
-        {&fewer, FSDP_ERR_INVALID, "(of 'h')"},
-        {&wrong_type, FSDP_ERR_INVALID, "(of 'h')"},
-        {&device, FSDP_ERR_UNSUPPORTED, "(of 'h')"}};
+    } refused[] = {{&wrong_shape, FSDP_ERR_INVALID,
+                    "grads[1] (of 'h') is (4, 3) bfloat16: it must be as the full parameter, (3, 4) bfloat16"},
+                   {&fewer, FSDP_ERR_INVALID, "(of 'h')"},
+                   {&wrong_type, FSDP_ERR_INVALID, "(of 'h')"},
+                   {&device, FSDP_ERR_UNSUPPORTED, "(of 'h')"}};
     for (int sync = 0; sync < 2; sync++) {
         OK(fsdp_model_set_gradient_sync(model, sync));
         fsdp_work *work = NULL;
@@ -354,16 +464,37 @@ static void rank_differ(struct rank *r)
         {{"b", DTYPE_F32, 1, {5}, 0}, {"a", DTYPE_F32, 2, {4, 6}, 0}},
     };
     enum { N = sizeof variations / sizeof *variations };
+    static const int which[N] = {0, 0, 0, 1, 0, 0}; /* the first parameter that differs */
     int odd = r->rank == r->size - 1;
     fsdp_group *group = group_make(r, 0, 0);
     for (int o = 0; o < 2; o++) {
         fsdp_model *model = model_make(group, all_options[o]);
         fsdp_unit *unit = NULL;
-        for (int v = 0; v < N; v++)
-            REFUSED(unit_try(model, NULL, odd ? variations[v] : usual, 2, 0, &unit), FSDP_ERR_MISMATCH,
-                    "create_unit of unit 'unit0'");
+        for (int v = 0; v < N; v++) {
+            const struct spec *mine = odd ? variations[v] : usual;
+            char word[64];
+            snprintf(word, sizeof word, "parameter %d (here '%s') differs in", which[v], mine[which[v]].name);
+            REFUSED(unit_try(model, NULL, mine, 2, 0, &unit), FSDP_ERR_MISMATCH, word);
+            CHECK(strstr(fsdp_last_error(), "create_unit of unit 'unit0'"), "%s", fsdp_last_error());
+        }
         REFUSED(unit_try(model, odd ? "other" : NULL, usual, 2, 0, &unit), FSDP_ERR_MISMATCH, "'other'");
-        REFUSED(unit_try(model, NULL, usual, odd ? 1 : 2, 0, &unit), FSDP_ERR_MISMATCH, "unit0");
+        REFUSED(unit_try(model, NULL, usual, odd ? 1 : 2, 0, &unit), FSDP_ERR_MISMATCH, "they have 2 and 1 parameters");
+        for (int v = 0; v < 3; v++) { /* what is no part of a shape: the second of three square matrices */
+            float values[3][9] = {{1, 2, 3}, {4, 5, 6}, {7, 8, 9}};
+            DLTensor t[3];
+            fsdp_param params[3];
+            static const char *const names[] = {"x", "y", "z"};
+            static const int64_t square[] = {3, 3};
+            for (int i = 0; i < 3; i++) {
+                t[i] = view(values[i], DTYPE_F32, 2, square);
+                params[i] = (fsdp_param){.struct_size = sizeof *params, .name = names[i], .full = &t[i]};
+            }
+            if (odd && v == 0) params[1].shard_dim = 1;
+            if (odd && v == 1) params[1].meta = 1;
+            if (odd && v == 2) t[1].data = values[0]; /* tied */
+            REFUSED(fsdp_unit_create(model, NULL, params, 3, NULL, &unit), FSDP_ERR_MISMATCH,
+                    "parameter 1 (here 'y') differs in");
+        }
         REFUSED(odd ? fsdp_barrier(group, NULL) : unit_try(model, NULL, usual, 2, 0, &unit), FSDP_ERR_MISMATCH,
                 "barrier");
         CHECK(!unit, "an output was written");
@@ -373,7 +504,7 @@ static void rank_differ(struct rank *r)
                                              {.private_unshard = !all_options[o]->private_unshard}};
         for (int i = 0; i < 2; i++) {
             fsdp_model *strange = model_make(group, odd ? &others[i] : all_options[o]);
-            REFUSED(unit_try(strange, NULL, usual, 2, 0, &unit), FSDP_ERR_MISMATCH, "unit0");
+            REFUSED(unit_try(strange, NULL, usual, 2, 0, &unit), FSDP_ERR_MISMATCH, "they differ in options");
             fsdp_model_release(strange);
         }
 
