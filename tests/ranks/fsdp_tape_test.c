@@ -1,5 +1,5 @@
-/* Training parity with a real autograd: an MLP and a two-layer attention model (tape_model.h), trained over 1 to 4 ranks
- * under every strategy, precision and schedule, equal one process that holds the whole batch. Two oracles (see
+/* Training parity with a real autograd: an MLP and a two-layer attention model (tape_model.h), trained over 1 to 4
+ * ranks under every strategy, precision and schedule, equal one process that holds the whole batch. Two oracles (see
  * oracle_train): the plain one for f32, and for low precisions the one that rounds where fsdp.h says so. */
 #include "tape_host.h"
 
@@ -44,14 +44,14 @@ struct job {
     void (*look)(struct tape_host *h); /* after each step, or NULL */
 };
 
-/* Distance from the oracles. Against the plain one: a gradient is the sum of one part for each micro-batch of each rank,
- * and of one for each call of its module, at most 48, each rounded in f32 (half of 2^-23 of at most about 1), and so is
- * the running sum: most of it cancels, 16 * 2^-24 = 1e-6 does not. SGD moves a parameter by 0.05 of it and, with
- * momentum, by more in later steps; Adam by up to 0.01 / 1e-3 = 10 times as much. The other oracle makes the same sums
- * in the same order. */
+/* Distance from the oracles. From the one that rounds as ranks do, none: it makes the same sums in the same order; but
+ * a norm is summed in another one, and clipping by it changes the last bit. From the plain one: a gradient is the sum
+ * of a part for each micro-batch of each rank, and for each call of its module, at most 48, each rounded in f32 (2^-24
+ * of at most about 1), and so is the running sum: most of it cancels, 16 * 2^-24 = 1e-6 does not. SGD moves a parameter
+ * by 0.05 of it and, with momentum, by more in later steps; Adam by up to 0.01 / 1e-3 = 10 times as much. */
+#define EXACT_BOUND(plan) ((plan)->clip > 0 ? 1e-6 : 0)
 #define SGD_BOUND 1e-6
 #define ADAM_BOUND 1e-5
-#define EXACT_BOUND 1e-6
 #define ILL_BOUND 1e-3 /* a norm over three elements may divide by next to nothing */
 
 static void say(const struct tape_host *h, const char *what, double d, double bound)
@@ -88,13 +88,14 @@ static void rank_train(struct rank *r)
     for (int step = 0; step < plan->steps; step++) {
         for (int b = 0; b < plan->breaks; b++) break_once(h, &common);
         tape_host_step(h);
+        if (plan->clip > 0) say(h, "the norm", fabs(h->norm - job->exact.norms[step]), 1e-6 * job->exact.norms[step]);
         if (plan->evaluate) {
             double d = fabs(trainer_evaluate(&h->trainer, step) - job->exact.losses[step]);
             say(h, "loss", d, 1e-5 * (1 + fabs(job->exact.losses[step])));
         }
         if (job->look) job->look(h);
     }
-    say(h, "the result", tape_host_difference(h, &job->exact), EXACT_BOUND);
+    say(h, "the result", tape_host_difference(h, &job->exact), EXACT_BOUND(plan));
     if (job->has_plain)
         say(h, "the plain result", tape_host_difference(h, &job->plain),
             job->ill                  ? ILL_BOUND
@@ -395,7 +396,23 @@ Test(fsdp_tape, a04c_a_module_called_twice_and_run_again_in_backward)
     twice(RUN_AGAIN_AROUND_UNIT);
 }
 
-/* A05: a frozen weight with two trainable parts beside it, between trainable layers; the other way round from step 2. */
+Test(fsdp_tape, activation_checkpointing_in_and_around_units)
+{
+    for (int n = 1; n <= 4; n++)
+        for (int o = 0; o < 8; o++) {
+            struct plan plan = *models[o & 1];
+            for (int module = 1; module < module_count(&plan.shape); module++)
+                plan.checkpoint[module] = o < 4 ? 1 + (o >> 1) : (module * 7 + o) % 3; /* also within each other */
+            plan.strategy = 1 + (n + o) % 3;
+            plan.post_each = o >> 2;
+            plan.backward_prefetch = n % 3;
+            plan.forward_prefetch = o % 3;
+            plan.param_type = o == 5 ? FORMAT_BF16 : FORMAT_NONE;
+            train(plan, n);
+        }
+}
+
+/* A05: a frozen weight with two trainable parts beside it, between trainable layers; then the other way round. */
 static void look_at_frozen(struct tape_host *h)
 {
     static const char *const names[] = {"blocks.0.layers.1.weight", "blocks.0.layers.1.lora_a",
@@ -529,6 +546,39 @@ Test(fsdp_tape, a11_parameters_smaller_than_the_ranks)
         }
 }
 
+/* ---- beside training proper */
+
+Test(fsdp_tape, gradients_are_clipped_alike_under_every_strategy)
+{
+    static const double norms[] = {1, 2, INFINITY, 3};
+    for (int n = 1; n <= 4; n++)
+        for (fsdp_strategy s = FSDP_FULL_SHARD; s <= FSDP_HYBRID_SHARD_GRAD_OP; s++) {
+            struct plan plan = *models[(n + s) % 2];
+            plan.strategy = s;
+            plan.replicas = s < FSDP_HYBRID_SHARD ? 0 : n % 2 ? n : 2;
+            for (int u = 0; u < TAPE_UNITS && s == FSDP_FULL_SHARD; u++) plan.unit_strategy[u] = u % 4; /* A09 */
+            plan.norm = norms[(n + s) % 4];
+            plan.clip = isinf(plan.norm) ? 0.01 : 0.1;
+            plan.master[1] = FORMAT_F64;
+            train(plan, n);
+        }
+}
+
+Test(fsdp_tape, shards_may_live_in_a_file)
+{
+    for (int n = 1; n <= 4; n++)
+        for (fsdp_strategy s = FSDP_FULL_SHARD; s <= FSDP_NO_SHARD; s++) {
+            struct plan plan = *models[(n + s) % 2];
+            plan.strategy = s;
+            plan.offload = 1;
+            plan.frozen[2] = plan.toggled[3] = plan.toggle_step = 1;
+            plan.param_type = n == 2 ? FORMAT_BF16 : FORMAT_NONE;
+            plan.backward_prefetch = n % 3;
+            strcpy(plan.schedule, n % 2 ? "S" : "NS");
+            train(plan, n);
+        }
+}
+
 /* ---- exceptions */
 
 Test(fsdp_tape, reset_makes_good_an_exception_in_the_middle)
@@ -558,132 +608,6 @@ Test(fsdp_tape, reset_makes_good_an_exception_in_the_middle)
 
 /* ---- random trials */
 
-static void random_shape(struct plan *plan, uint64_t *p)
-{
-    struct shape *s = &plan->shape;
-    s->kind = random_below(p, 3) ? MLP : ATTENTION;
-    if (s->kind == MLP) {
-        s->layers = 1 + random_below(p, LAYERS);
-        for (int i = 0; i <= s->layers; i++) s->width[i] = 1 + random_below(p, 12);
-        for (int b = 0; 2 * b + 2 <= s->layers; b++)
-            if (random_below(p, 2)) s->width[2 * b + 2] = s->width[2 * b];
-        s->aux = random_below(p, 2);
-        s->lora = s->layers > 1 && random_below(p, 3) == 0 ? 1 + random_below(p, 2) : 0;
-        plan->rows = 1 + random_below(p, ROWS);
-        plan->aux_every = random_below(p, 3);
-    } else {
-        s->vocabulary = 2 + random_below(p, 10);
-        s->sequence = 1 + random_below(p, SEQUENCE);
-        s->heads = 1 + random_below(p, 2);
-        s->dim = s->heads * (3 + random_below(p, 3));
-        s->hidden = 1 + random_below(p, 12);
-        s->tied = random_below(p, 2);
-        plan->rows = 1 + random_below(p, 6);
-    }
-}
-
-static int within(const struct model *m, int module, int outer)
-{
-    while (module >= 0 && module != outer) module = m->modules[module].parent;
-    return module == outer;
-}
-
-/* A module is in its parent's unit, begins one, or joins one of modules it is not inside of. */
-static void random_units(struct plan *plan, uint64_t *p)
-{
-    struct model m;
-    int n = module_count(&plan->shape), labels = 0;
-    for (int i = 0; i < n; i++)
-        plan->extra[i] = random_below(p, 5) ? 0 : random_below(p, 4) ? 1 + random_below(p, 9) : -3;
-    model_build(&m, plan, 0);
-    for (int i = 1; i < n; i++) {
-        int join = 1 + random_below(p, n), good = join <= labels && random_below(p, 3) == 0;
-        if (random_below(p, 3) == 0) continue;
-        for (int k = 1; k < i; k++) good = good && !(plan->unit[k] == join && within(&m, i, k));
-        plan->unit[i] = good ? join : ++labels;
-    }
-    if (plan->shape.kind == ATTENTION && plan->shape.tied) plan->unit[head_module()] = plan->unit[1];
-    for (int b = 0; b < block_count(&plan->shape); b++) {
-        int same = plan->shape.kind == ATTENTION ||
-                   (2 * b + 2 <= plan->shape.layers && plan->shape.width[2 * b] == plan->shape.width[2 * b + 2]);
-        plan->twice[b] = same && random_below(p, 4) == 0;
-        if (same && random_below(p, 6) == 0) {
-            plan->skip_block = b + 1;
-            plan->skip_every = 2 + random_below(p, 2);
-        }
-    }
-    int checkpoints = random_below(p, 3) == 0;
-    for (int i = 0; i < n; i++) plan->checkpoint[i] = checkpoints ? random_below(p, 3) : 0;
-    /* Not both: whether a module's outputs need gradients is to be the same on all ranks, which call alike. */
-    int frozen = random_below(p, 2);
-    plan->uneven_use = !frozen && random_below(p, 4) == 0;
-    for (int i = 0; i < m.n_params; i++) {
-        plan->frozen[i] = frozen && random_below(p, 4) == 0;
-        plan->toggled[i] = frozen && random_below(p, 5) == 0;
-        plan->shard_dim[i] = random_below(p, 4) == 0;
-    }
-}
-
-static void random_precision(struct plan *plan, uint64_t *p)
-{
-    static const enum format low[] = {FORMAT_F32, FORMAT_BF16, FORMAT_F16};
-    static const enum format masters[] = {FORMAT_F32, FORMAT_F64, FORMAT_BF16};
-    int kind = random_below(p, 4);
-    if (kind == 0) {
-        plan->param_type = random_below(p, 3) ? low[random_below(p, 3)] : FORMAT_NONE;
-        plan->reduce_type = random_below(p, 2) ? low[random_below(p, 2)] : FORMAT_NONE;
-        plan->output_type = random_below(p, 3) ? FORMAT_NONE : low[random_below(p, 2)];
-        plan->keep_low_precision_grads = random_below(p, 2);
-        plan->cast = random_below(p, 2);
-    }
-    for (int i = 0; kind == 1 && i < PARAMS; i++) plan->master[i] = masters[random_below(p, 3)];
-    if (kind == 1) plan->shape.tied = 0; /* one parameter has one dtype */
-}
-
-static void random_options(struct plan *plan, uint64_t *p, int n)
-{
-    static const int reshard[] = {FSDP_RESHARD_DEFAULT, FSDP_RESHARD_DEFAULT, FSDP_RESHARD_NEVER, FSDP_RESHARD_ALWAYS,
-                                  2};
-    plan->strategy = 1 + random_below(p, 5);
-    if (plan->strategy >= FSDP_HYBRID_SHARD) {
-        do plan->replicas = 1 + random_below(p, n);
-        while (n % plan->replicas);
-    } else {
-        plan->replicas = random_below(p, 4) == 0;
-        for (int u = 0; u < TAPE_UNITS && random_below(p, 4) == 0; u++) plan->unit_strategy[u] = random_below(p, 4);
-    }
-    int size = plan->strategy >= FSDP_HYBRID_SHARD ? n / plan->replicas : n;
-    int keeps = plan->strategy != FSDP_FULL_SHARD && plan->strategy != FSDP_HYBRID_SHARD;
-    plan->reshard_after_forward = reshard[random_below(p, keeps ? 3 : size % 2 ? 4 : 5)];
-    plan->private_unshard = random_below(p, 3) == 0;
-    plan->initial = random_below(p, 3);
-    plan->divisor = random_below(p, 3) ? 0 : 1;
-    plan->forward_prefetch = random_below(p, 3);
-    plan->backward_prefetch = random_below(p, 3);
-    plan->prefetch_limit = random_below(p, 4);
-    plan->lists = random_below(p, 4) == 0;
-}
-
-static void random_schedule(struct plan *plan, uint64_t *p)
-{
-    int micros = 1 + random_below(p, 4);
-    for (int m = 0; m < micros; m++) plan->schedule[m] = m + 1 == micros ? 'S' : "SNR"[random_below(p, 3)];
-    plan->optimizer = random_below(p, 2) ? ADAM : SGD;
-    plan->steps = 1 + random_below(p, 3);
-    plan->toggle_step = 1 + random_below(p, 2);
-    plan->paired = random_below(p, 3);
-    plan->post_each = random_below(p, 2);
-    plan->finish_each = random_below(p, 2);
-    plan->keep_full = random_below(p, 4) == 0;
-    plan->evaluate = random_below(p, 2);
-    plan->asynchronous = random_below(p, 2);
-    plan->edits = random_below(p, 2);
-    plan->strided = random_below(p, 2);
-    plan->naps = random_below(p, 4) == 0;
-    plan->callbacks = random_below(p, 2);
-    plan->breaks = random_below(p, 4) == 0;
-}
-
 static uint64_t last_seed; /* the one that failed, if one did */
 
 static void tell_seed(void)
@@ -691,50 +615,15 @@ static void tell_seed(void)
     fprintf(stderr, "FSDP_TEST_SEED=%llu was the last\n", (unsigned long long)last_seed);
 }
 
-static void tell_plan(const struct plan *p, int n)
-{
-    struct model m;
-    model_build(&m, p, 1);
-    fprintf(stderr, "%d ranks, %s, %d units\n", n, p->shape.kind == MLP ? "MLP" : "attention", m.n_units);
-    for (int i = 0; i < m.n_modules; i++)
-        fprintf(stderr, "  module %d %s: unit %d, checkpoint %d, extra %d\n", i, m.modules[i].name, m.modules[i].unit,
-                (int)p->checkpoint[i], p->extra[i]);
-    for (int i = 0; i < m.n_params; i++)
-        fprintf(stderr, "  %s (%lld, %lld): unit %d, frozen %d, toggled %d, shard_dim %d, master %s\n",
-                m.params[i].name, m.params[i].shape[0], m.params[i].shape[1], m.params[i].unit, p->frozen[i],
-                p->toggled[i], p->shard_dim[i], format_names[p->master[i]]);
-    fprintf(
-        stderr,
-        "  strategy %d, replicas %d, reshard %d, private %d, initial %d, divisor %g, param %s, reduce %s, output %s, "
-        "keep_low %d, cast %d, forward_prefetch %d, backward_prefetch %d, limit %d, lists %d\n",
-        p->strategy, p->replicas, p->reshard_after_forward, p->private_unshard, p->initial, p->divisor,
-        format_names[p->param_type], format_names[p->reduce_type], format_names[p->output_type],
-        p->keep_low_precision_grads, p->cast, p->forward_prefetch, p->backward_prefetch, p->prefetch_limit, p->lists);
-    for (int u = 0; u < m.n_units; u++) fprintf(stderr, "  unit %d strategy %d\n", u, p->unit_strategy[u]);
-    fprintf(stderr,
-            "  %s, %d steps, %d rows, %s, paired %d, post_each %d, finish_each %d, keep_full %d, evaluate %d, "
-            "asynchronous %d, edits %d, strided %d, callbacks %d, breaks %d, twice %d%d%d, skip %d every %d, aux every "
-            "%d, toggle at %d, uneven %d\n",
-            p->optimizer ? "Adam" : "SGD", p->steps, p->rows, p->schedule, p->paired, p->post_each, p->finish_each,
-            p->keep_full, p->evaluate, p->asynchronous, p->edits, p->strided, p->callbacks, p->breaks, p->twice[0],
-            p->twice[1], p->twice[2], p->skip_block, p->skip_every, p->aux_every, p->toggle_step, p->uneven_use);
-}
-
 static void random_trials(int first, int trials)
 {
     uint64_t seed = random_seed() + (getenv("FSDP_TEST_SEED") ? 0 : (uint64_t)first), random = seed;
     if (getenv("FSDP_TEST_SEED")) trials = 1;
     for (int trial = 0; trial < trials; trial++) {
-        struct plan plan = {.seed = trials == 1 ? seed : random_next(&random) % 1000000000u};
-        uint64_t p = plan.seed;
-        int n = 1 + random_below(&p, 4);
-        random_shape(&plan, &p);
-        random_precision(&plan, &p);
-        random_units(&plan, &p);
-        random_options(&plan, &p, n);
-        random_schedule(&plan, &p);
+        struct plan plan;
+        int n = plan_random(&plan, trials == 1 ? seed : random_next(&random) % 1000000000u);
         last_seed = plan.seed;
-        if (trials == 1) tell_plan(&plan, n);
+        if (trials == 1) plan_tell(&plan, n);
         train_job((struct job){.plan = plan, .ill = 1}, n);
     }
 }

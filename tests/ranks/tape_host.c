@@ -1,5 +1,5 @@
-/* See tape_host.h. The tape reads f32 parameters where libfsdp keeps them; others are converted whenever a hook has made
- * them valid. Outside of their calls parameters are not to be read: the tape ends the test if they are. */
+/* See tape_host.h. The tape reads f32 parameters where libfsdp keeps them; others are converted whenever a hook has
+ * made them valid. Outside of their calls parameters are not to be read: the tape ends the test if they are. */
 #include "tape_host.h"
 
 #include <math.h>
@@ -44,6 +44,7 @@ static void make_model(struct tape_host *h)
     options.forward_prefetch = plan->forward_prefetch;
     options.backward_prefetch = plan->backward_prefetch;
     options.prefetch_limit = plan->prefetch_limit;
+    options.offload_dir = plan->offload ? "/tmp" : NULL;
     h->group = rank_group(h->r, ANY_ROUTE, 0);
     if (!mesh_dims(plan)) {
         OK(fsdp_model_create(h->group, &options, &h->fsdp));
@@ -415,6 +416,7 @@ void tape_host_step(struct tape_host *h)
     OK(fsdp_model_zero_grad(h->fsdp));
     trainer_micros(&h->trainer, h->step);
     trainer_forget(&h->trainer);
+    if (h->plan->clip > 0) OK(fsdp_model_clip_grad_norm(h->fsdp, h->plan->clip, h->plan->norm, 1, &h->norm));
     update(h);
     h->step++;
 }

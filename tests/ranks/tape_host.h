@@ -28,6 +28,7 @@ struct tape_host {
     struct host_param params[PARAMS];
     int valid[TAPE_UNITS], in_backward[TAPE_UNITS]; /* valid: by the callbacks */
     int step, micro;
+    double norm;  /* of the last step's gradients, where they are clipped */
     uint64_t own; /* this rank's random numbers */
     /* An exception: after so many hooks (0: none), or when a hook fails. */
     int fuse, may_fail;

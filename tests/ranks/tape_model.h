@@ -60,7 +60,10 @@ struct plan {
     int keep_low_precision_grads, cast;
     int forward_prefetch, backward_prefetch, prefetch_limit, lists;
 
+    int offload; /* shards and gradients in a file */
+
     enum optimizer optimizer;
+    double clip, norm; /* clip: gradients to this norm, of kind `norm`; 0: not */
     int steps, rows;
     char schedule[MICROS + 1]; /* of a step, a letter for each backward: S, N without sync, R without all-reduce */
     int paired;                /* two forwards, then two backwards; 2: the later one goes back first */
@@ -71,6 +74,10 @@ struct plan {
     int asynchronous, edits, strided, naps, callbacks; /* what ranks do along the way */
     int breaks; /* iterations that a rank leaves by an exception, before each step */
 };
+
+/* The plan of a seed; gives the number of ranks. And all of it in words, on standard error. */
+int plan_random(struct plan *plan, unsigned long long seed);
+void plan_tell(const struct plan *plan, int ranks);
 
 struct model_param {
     char name[48];
@@ -163,6 +170,7 @@ void optimizer_step(const struct plan *plan, int step, enum format f, void *valu
 struct result {
     double *values[PARAMS]; /* of the parameters after the last step */
     double *losses;         /* of each step's evaluation */
+    double *norms;          /* of each step's gradients, before clipping */
 };
 
 /* size 0: plain: the whole batch at once, no units, f32. Else: what `size` ranks come to, each one's gradients rounded

@@ -202,6 +202,28 @@ static void backwards(struct oracle *o)
     }
 }
 
+/* The norm of all gradients, each parameter's once; and clipping by it. */
+static double clip(struct oracle *o)
+{
+    double p = o->plan->norm, sum = 0;
+    for (int pass = 0; pass < 2; pass++) {
+        double norm = isinf(p) ? sum : pow(sum, 1 / p), by = o->plan->clip / (norm + 1e-6);
+        for (int i = 0; i < o->model.n_params; i++) {
+            enum format f = grad_format(o->plan, i);
+            if (home(o, i) != i || frozen_at(o->plan, i, o->step)) continue;
+            for (long k = 0; k < o->model.params[i].count; k++) {
+                double *g = &o->grad[i][k];
+                if (pass == 0)
+                    sum = isinf(p) ? fmax(sum, fabs(*g)) : sum + pow(fabs(*g), p);
+                else if (by < 1)
+                    *g = format_round(f, *g * format_round(wide(f), by));
+            }
+        }
+        if (pass) return norm;
+    }
+    return 0;
+}
+
 static void update(struct oracle *o)
 {
     for (int p = 0; p < o->model.n_params; p++) {
@@ -241,7 +263,7 @@ void oracle_train(const struct plan *given_plan, int size, struct result *out)
     o->size = size ? size : 1;
     model_build(&o->model, &plan, size != 0);
     trainer_init(&o->trainer, &o->model, &backend, o, 0, o->size);
-    *out = (struct result){.losses = numbers(plan.steps)};
+    *out = (struct result){.losses = numbers(plan.steps), .norms = numbers(plan.steps)};
     for (int p = 0; p < o->model.n_params; p++) {
         long n = o->model.params[p].count;
         o->master[p] = out->values[p] = numbers(n);
@@ -260,6 +282,7 @@ void oracle_train(const struct plan *given_plan, int size, struct result *out)
             memset(o->grad[p], 0, (size_t)o->model.params[p].count * sizeof(double));
         refresh(o);
         backwards(o);
+        if (plan.clip > 0) out->norms[o->step] = clip(o);
         update(o);
         refresh(o);
         o->trainer.rank = 0;
@@ -285,4 +308,5 @@ void result_drop(struct result *r)
 {
     for (int p = 0; p < PARAMS; p++) free(r->values[p]);
     free(r->losses);
+    free(r->norms);
 }
