@@ -118,9 +118,11 @@ struct event { /* a step of an iteration */
 struct schedule {
     struct event *known, *now;
     int32_t n_known, n_now, room_known, room_now;
-    int32_t at;            /* how far this iteration has followed `known`; -1: it has left it */
-    int32_t told;          /* a change of order has been reported */
-    int32_t learnt;        /* `known` is of a whole iteration (1), or of a forward pass that was repeated (2) */
+    int32_t pass;       /* of this one: where the forward pass under way begins; before it, one that may be another */
+    int32_t known_pass; /* of the last: the same, where that was for evaluation; 0: there was none */
+    int32_t at;         /* how far this iteration has followed `known`; -1: it has left it */
+    int32_t told;       /* a change of order has been reported */
+    int32_t learnt;     /* `known` is of a whole iteration (1), or of a forward pass that was repeated (2) */
     int32_t guessed_wrong; /* the latter was tried, and led astray */
 };
 

@@ -7,7 +7,9 @@
  * one after it is held against.
  *
  * Forward passes without backward (evaluation) have no end that one could see: when the first unit's forward comes
- * again before any backward, the pass begins anew.
+ * again before any backward, it may be a new pass, or the same module again. So it is written down as both: as a pass
+ * that is expected to be like the one before, and as a part of the iteration. An iteration may also repeat the one
+ * before several times (micro-batches), or lack passes that came before its last one.
  *
  * All ranks prefetch alike, since all of this follows from the calls.
  */
@@ -25,38 +27,87 @@ static int same(const struct event *a, const struct event *b)
     return a->unit == b->unit && a->phase == b->phase;
 }
 
-static fsdp_status append(struct schedule *s, struct event event)
+static fsdp_status make_room(struct event **events, int32_t *room, int32_t n)
 {
-    if (s->n_now == s->room_now) {
-        int32_t room = s->room_now ? 2 * s->room_now : 64;
-        struct event *more = mem_array((size_t)room, sizeof *more);
-        if (!more) return mem_none("the order of units", (size_t)room * sizeof *more);
-        if (s->n_now) memcpy(more, s->now, (size_t)s->n_now * sizeof *more);
-        mem_free(s->now);
-        s->now = more;
-        s->room_now = room;
-    }
-    s->now[s->n_now++] = event;
+    if (n <= *room) return FSDP_OK;
+    int32_t more = *room ? 2 * *room : 64;
+    if (more < n) more = n;
+    struct event *moved = mem_array((size_t)more, sizeof *moved);
+    if (!moved) return mem_none("the order of units", (size_t)more * sizeof *moved);
+    if (*room) memcpy(moved, *events, (size_t)*room * sizeof *moved);
+    mem_free(*events);
+    *events = moved;
+    *room = more;
     return FSDP_OK;
 }
 
-static void swap(struct schedule *s)
+static int equal(const struct event *a, const struct event *b, int32_t n)
 {
-    struct event *now = s->now;
-    int32_t room = s->room_now;
-    s->now = s->known;
-    s->room_now = s->room_known;
-    s->known = now;
-    s->room_known = room;
-    s->n_known = s->n_now;
-    s->n_now = 0;
-    s->at = 0;
+    int32_t i = 0;
+    while (i < n && same(&a[i], &b[i])) i++;
+    return i == n;
 }
 
 static int only_forward(const struct schedule *s)
 {
     for (int32_t i = 0; i < s->n_now; i++)
         if (s->now[i].phase != FSDP_FORWARD) return 0;
+    return 1;
+}
+
+/* The first unit has as many backwards as forwards before them: probably no pass was for evaluation. */
+static int known_is_balanced(const struct schedule *s)
+{
+    int32_t forwards = 0, backwards = 0, begun = 0;
+    for (int32_t i = 0; i < s->n_known; i++) {
+        int backward = s->known[i].phase == FSDP_BACKWARD, first = s->known[i].unit == s->known[0].unit;
+        begun |= backward;
+        backwards += first && backward;
+        forwards += first && !begun;
+    }
+    return forwards == backwards;
+}
+
+/* What the pass was, the next one is expected to be. */
+static fsdp_status guess(struct schedule *s)
+{
+    int32_t n = s->n_now - s->pass;
+    TRY(make_room(&s->known, &s->room_known, n));
+    memcpy(s->known, s->now + s->pass, (size_t)n * sizeof *s->known);
+    s->n_known = n;
+    s->known_pass = 0;
+    s->learnt = 2;
+    return FSDP_OK;
+}
+
+/* Of passes that are alike one is kept, and never more than one before that under way: there may be any number. */
+static void pass_end(struct schedule *s)
+{
+    int32_t n = s->n_now - s->pass;
+    if (n != s->pass || !equal(s->now, s->now + s->pass, n)) {
+        memmove(s->now, s->now + s->pass, (size_t)n * sizeof *s->now);
+        s->pass = n;
+    }
+    s->n_now = s->pass;
+}
+
+static int is_next(const struct schedule *s, const struct event *event)
+{
+    return s->learnt && s->at >= 0 && s->at < s->n_known && same(&s->known[s->at], event);
+}
+
+/* The last pass of the iteration before and all after it once more, or without what came before it. */
+static int is_shifted(struct schedule *s, const struct event *event)
+{
+    if (s->learnt != 1 || s->at < 0) return 0;
+    int32_t n = s->n_now - s->pass, at = s->known_pass + n;
+    if (s->at == s->n_known && event->phase == FSDP_FORWARD && same(&s->known[s->known_pass], event))
+        s->at = s->known_pass;
+    else if (s->known_pass && at < s->n_known && same(&s->known[at], event) &&
+             equal(s->known + s->known_pass, s->now + s->pass, n))
+        s->at = at;
+    else
+        return 0;
     return 1;
 }
 
@@ -78,7 +129,7 @@ static void left(fsdp_model *model, const fsdp_unit *unit, fsdp_phase phase)
         s->guessed_wrong = 1;
         return;
     }
-    if (s->told || model->group->rank != 0) return;
+    if (s->told || model->group->rank != 0 || (s->known_pass && !known_is_balanced(s))) return;
     s->told = 1;
     char name[CALL_LABEL];
     int more = at < s->n_known;
@@ -109,18 +160,17 @@ static fsdp_status note(fsdp_unit *unit, fsdp_phase phase)
     fsdp_model *model = unit->model;
     struct schedule *s = &model->schedule;
     struct event event = {.unit = unit->number, .phase = phase};
-    int expected = s->learnt && s->at >= 0 && s->at < s->n_known && same(&s->known[s->at], &event);
-    if (!expected && s->n_now && same(&s->now[0], &event) && phase == FSDP_FORWARD && only_forward(s)) {
+    int expected = is_next(s, &event);
+    if (!expected && phase == FSDP_FORWARD && s->n_now > s->pass && same(&s->now[s->pass], &event) && only_forward(s)) {
         TRY(reshard_ahead(model));
-        if (!s->learnt && !s->guessed_wrong && s->n_now > 1) {
-            swap(s);
-            s->learnt = 2;
-        }
-        s->n_now = 0;
+        if (!s->learnt && !s->guessed_wrong && s->n_now - s->pass > 1) TRY(guess(s));
+        pass_end(s);
         s->at = 0;
-        expected = s->learnt && s->n_known && same(&s->known[0], &event);
+        expected = is_next(s, &event);
     }
-    TRY(append(s, event));
+    if (!expected) expected = is_shifted(s, &event);
+    TRY(make_room(&s->now, &s->room_now, s->n_now + 1));
+    s->now[s->n_now++] = event;
     if (expected)
         s->at++;
     else if (s->learnt && s->at >= 0)
@@ -132,14 +182,24 @@ void schedule_end(fsdp_model *model)
 {
     struct schedule *s = &model->schedule;
     if (!s->n_now) return;
-    swap(s);
+    int again = s->learnt == 1 && s->n_now == s->n_known && s->at == s->n_known;
+    int32_t pass = s->pass ? s->pass : again ? s->known_pass : 0;
+    struct event *now = s->now;
+    int32_t room = s->room_now;
+    s->now = s->known;
+    s->room_now = s->room_known;
+    s->known = now;
+    s->room_known = room;
+    s->n_known = s->n_now;
+    s->known_pass = pass;
+    s->n_now = s->pass = s->at = 0;
     s->learnt = 1;
 }
 
 void schedule_forget(fsdp_model *model)
 {
     struct schedule *s = &model->schedule;
-    s->n_known = s->n_now = s->at = s->learnt = s->guessed_wrong = 0;
+    s->n_known = s->n_now = s->pass = s->known_pass = s->at = s->learnt = 0;
 }
 
 void schedule_free(fsdp_model *model)
