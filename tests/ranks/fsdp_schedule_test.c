@@ -1,0 +1,510 @@
+/* The schedule: prefetch really begun ahead, orders learnt and changed, passes without backward, modules called again,
+ * ranks that break off anywhere, and random calls against a small model of what a unit may show.
+ *
+ * A unit has one parameter. Its values tell which unit and which version of it they are, so that a full view which
+ * shows another unit's or an old version's values is found whatever should have been there. */
+#include "fsdp_host.h"
+
+#include <math.h>
+#include <time.h>
+
+TestSuite(fsdp_schedule, .timeout = RANKS_SECONDS + 30);
+
+#define UNITS 6
+#define VERSIONS 1000
+
+static const int64_t sizes[UNITS] = {600, 3000, 40, 1501, 2000, 7};
+
+/* What a run is about: the same on all ranks. */
+struct plan {
+    int64_t mesh[2]; /* replicate, shard; 0: a group alone */
+    fsdp_model_options options;
+    int units;
+    fsdp_strategy strategy[UNITS];
+    int32_t reshard[UNITS];
+    const char *script;
+    uint64_t seed;
+};
+
+struct host {
+    struct rank *r;
+    const struct plan *plan;
+    fsdp_group *group;
+    fsdp_mesh *mesh;
+    fsdp_model *model;
+    fsdp_unit *unit[UNITS];
+    DLManagedTensorVersioned *full[UNITS], *shard[UNITS], *grad[UNITS];
+    int64_t version[UNITS]; /* in the shards */
+    double sum[UNITS];      /* the gradient, all of whose elements are equal */
+    void *held[256];        /* gradients that reductions may still read */
+    int n_held, async;
+};
+
+/* ---- values */
+
+static float value(int u, int64_t version, int64_t k)
+{
+    return (float)((version % VERSIONS * 8 + u) * 2048 + k % 2047); /* exact */
+}
+
+/* The version of unit u that its full view shows; -1: something else. */
+static int64_t shown(const struct host *h, int u)
+{
+    const float *full = h->full[u]->dl_tensor.data;
+    int64_t version = (int64_t)full[0] / 2048 / 8;
+    for (int64_t k = 0; k < sizes[u]; k++)
+        if (full[k] != value(u, version, k)) return -1;
+    return version;
+}
+
+static void set_version(struct host *h, int u, int64_t version)
+{
+    fsdp_param_info info = {.struct_size = sizeof info};
+    float *shard = h->shard[u]->dl_tensor.data;
+    OK(fsdp_unit_param_query(h->unit[u], 0, &info));
+    for (int64_t k = 0; k < info.shard_length; k++) shard[k] = value(u, version, info.shard_start + k);
+    h->version[u] = version % VERSIONS;
+}
+
+/* ---- making */
+
+static void host_make(struct rank *r, const struct plan *plan, struct host *h)
+{
+    static const char *const dims[] = {"replicate", "shard"};
+    *h = (struct host){.r = r, .plan = plan, .group = group_make(r, 0, 0)};
+    fsdp_model_options options = plan->options;
+    options.struct_size = sizeof options;
+    if (plan->mesh[0]) {
+        OK(fsdp_mesh_create(h->group, 2, plan->mesh, dims, &h->mesh));
+        OK(fsdp_model_create_on_mesh(h->mesh, &options, &h->model));
+    } else {
+        OK(fsdp_model_create(h->group, &options, &h->model));
+    }
+    for (int u = 0; u < plan->units; u++) {
+        char name[8];
+        float *values = malloc((size_t)sizes[u] * sizeof *values);
+        DLTensor full = view(values, DTYPE_F32, 1, &sizes[u]);
+        fsdp_unit_options unit = {
+            .struct_size = sizeof unit, .strategy = plan->strategy[u], .reshard_after_forward = plan->reshard[u]};
+        for (int64_t k = 0; k < sizes[u]; k++) values[k] = value(u, 0, k);
+        snprintf(name, sizeof name, "u%d", u);
+        fsdp_param param = {.struct_size = sizeof param, .name = name, .full = &full};
+        OK(fsdp_unit_create(h->model, name, &param, 1, &unit, &h->unit[u]));
+        OK(fsdp_unit_param_full(h->unit[u], 0, &h->full[u]));
+        OK(fsdp_unit_param_shard(h->unit[u], 0, &h->shard[u]));
+        OK(fsdp_unit_param_grad(h->unit[u], 0, &h->grad[u]));
+        free(values);
+    }
+}
+
+static void unit_drop(struct host *h, int u)
+{
+    if (!h->unit[u]) return;
+    h->full[u]->deleter(h->full[u]);
+    h->shard[u]->deleter(h->shard[u]);
+    h->grad[u]->deleter(h->grad[u]);
+    fsdp_unit_release(h->unit[u]);
+    h->unit[u] = NULL;
+}
+
+static void forget_gradients(struct host *h)
+{
+    while (h->n_held) free(h->held[--h->n_held]);
+}
+
+static void host_drop(struct host *h)
+{
+    for (int u = 0; u < h->plan->units; u++) unit_drop(h, u);
+    fsdp_model_release(h->model);
+    fsdp_mesh_release(h->mesh);
+    fsdp_group_release(h->group);
+    forget_gradients(h);
+}
+
+/* ---- hooks */
+
+static fsdp_unit_state state(const struct host *h, int u)
+{
+    fsdp_unit_state s;
+    OK(fsdp_unit_query_state(h->unit[u], &s));
+    return s;
+}
+
+/* Unsharded, or about to be. */
+static int ahead(const struct host *h, int u)
+{
+    return state(h, u) != FSDP_UNIT_SHARDED;
+}
+
+static void expect_version(const struct host *h, int u, const char *when)
+{
+    CHECK(state(h, u) == FSDP_UNIT_UNSHARDED, "%s: unit %d is not full", when, u);
+    CHECK(shown(h, u) == h->version[u], "%s: unit %d shows version %lld, not %lld", when, u, (long long)shown(h, u),
+          (long long)h->version[u]);
+}
+
+/* With a gradient of `size` times (rank + 1) everywhere. */
+static fsdp_status post_backward(struct host *h, int u, int size)
+{
+    float *g = h->held[h->n_held++] = malloc((size_t)sizes[u] * sizeof *g);
+    CHECK(h->n_held < (int)(sizeof h->held / sizeof *h->held), "too many gradients");
+    for (int64_t k = 0; k < sizes[u]; k++) g[k] = (float)(size * (h->r->rank + 1));
+    DLTensor grad = view(g, DTYPE_F32, 1, &sizes[u]);
+    const DLTensor *grads[] = {&grad};
+    fsdp_work *work = NULL;
+    fsdp_status status = fsdp_unit_post_backward(h->unit[u], grads, 1, h->async ? &work : NULL);
+    fsdp_work_release(work);
+    if (status == FSDP_OK) h->sum[u] += size * (h->r->size + 1) / 2.0;
+    return status;
+}
+
+static void expect_gradients(const struct host *h, const char *when)
+{
+    for (int u = 0; u < h->plan->units; u++) {
+        if (!h->unit[u]) continue;
+        const DLTensor *grad = &h->grad[u]->dl_tensor;
+        const float *g = grad->data;
+        for (int64_t k = 0; k < elements(grad); k++)
+            CHECK(fabs(g[k] - h->sum[u]) <= 1e-5 * h->sum[u], "%s: gradient of unit %d at %lld is %g, not %g", when, u,
+                  (long long)k, (double)g[k], h->sum[u]);
+    }
+}
+
+static void zero(struct host *h)
+{
+    OK(fsdp_model_zero_grad(h->model));
+    memset(h->sum, 0, sizeof h->sum);
+}
+
+/* One step of a script: f, g before and after forward of the unit whose digit follows, b, p before and after its
+ * backward, e the end of backward. */
+static fsdp_status hook(struct host *h, const char *step)
+{
+    int u = step[0] == 'e' ? 0 : step[1] - '0';
+    fsdp_unit *unit = h->unit[u];
+    return step[0] == 'f'   ? fsdp_unit_pre_forward(unit)
+           : step[0] == 'g' ? fsdp_unit_post_forward(unit)
+           : step[0] == 'b' ? fsdp_unit_pre_backward(unit)
+           : step[0] == 'p' ? post_backward(h, u, 1 + u)
+                            : fsdp_model_finish_backward(h->model);
+}
+
+static const char *next(const char *step)
+{
+    return step + (step[0] == 'e' ? 1 : 2);
+}
+
+static void play(struct host *h, const char *script)
+{
+    for (const char *step = script; *step; step = next(step)) {
+        OK(hook(h, step));
+        if (*step == 'f' || *step == 'b') expect_version(h, step[1] - '0', step);
+        if (*step == 'e') forget_gradients(h);
+    }
+}
+
+/* An optimizer's step, if the gradients are right. */
+static void step_all(struct host *h, const char *when)
+{
+    expect_gradients(h, when);
+    zero(h);
+    for (int u = 0; u < h->plan->units; u++)
+        if (h->unit[u]) set_version(h, u, h->version[u] + 1);
+}
+
+#define FORWARD4 "f0g0f1g1f2g2f3g3"
+#define TRAIN4 FORWARD4 "b3p3b2p2b1p1b0p0e"
+
+/* ---- what the log says */
+
+static _Atomic int told;
+
+static void count_told(fsdp_log_level level, const char *message, void *user)
+{
+    if (strstr(message, "the new order is learnt")) told++;
+}
+
+/* How often a change of order was told since the last time, on all ranks. */
+static int told_now(struct host *h)
+{
+    int32_t n, all;
+    OK(fsdp_barrier(h->group, NULL));
+    n = told;
+    DLTensor in = view(&n, DTYPE_I32, 1, (int64_t[]){1}), out = view(&all, DTYPE_I32, 1, (int64_t[]){1});
+    OK(fsdp_all_reduce(h->group, &in, &out, FSDP_MAX, NULL)); /* threads share the count */
+    told = 0;
+    OK(fsdp_barrier(h->group, NULL));
+    return all;
+}
+
+/* ---- prefetch by what was learnt */
+
+static void expect_ahead(const struct host *h, int u, int is, const char *when, int at)
+{
+    CHECK(ahead(h, u) == is, "%s of unit %d: unit %d is in state %d", when, at, u, state(h, u));
+}
+
+static void rank_forward_prefetch(struct rank *r)
+{
+    struct host h;
+    host_make(r, r->argument, &h);
+    int n = h.plan->units, depth = h.plan->options.forward_prefetch, limit = h.plan->options.prefetch_limit;
+    for (int iteration = 0; iteration < 3; iteration++) {
+        for (int u = 0; u < n; u++) {
+            OK(fsdp_unit_pre_forward(h.unit[u]));
+            for (int v = u + 1; v < n; v++)
+                expect_ahead(&h, v, iteration > 0 && v <= u + depth && v - u < limit, "pre_forward", u);
+            expect_version(&h, u, "pre_forward");
+            OK(fsdp_unit_post_forward(h.unit[u]));
+        }
+        for (int u = n - 1; u >= 0; u--) {
+            OK(fsdp_unit_pre_backward(h.unit[u]));
+            for (int v = 0; v < u; v++) expect_ahead(&h, v, 0, "pre_backward", u);
+            expect_version(&h, u, "pre_backward");
+            OK(post_backward(&h, u, 2));
+        }
+        OK(fsdp_model_finish_backward(h.model));
+        forget_gradients(&h);
+        step_all(&h, "forward prefetch");
+    }
+    host_drop(&h);
+}
+
+Test(fsdp_schedule, forward_unshards_as_many_units_ahead_as_asked_for)
+{
+    for (int depth = 0; depth <= 3; depth++)
+        for (int limit = 2; limit <= 8; limit += 6) {
+            struct plan plan = {
+                .options = {.forward_prefetch = depth, .prefetch_limit = limit, .private_unshard = depth == 1},
+                .units = UNITS};
+            ranks_run(1 + depth, rank_forward_prefetch, &plan);
+        }
+}
+
+static void rank_backward_prefetch(struct rank *r)
+{
+    struct host h;
+    host_make(r, r->argument, &h);
+    int n = h.plan->units, how = h.plan->options.backward_prefetch;
+    h.async = 1;
+    for (int iteration = 0; iteration < 3; iteration++) {
+        for (int u = 0; u < n; u++) {
+            OK(fsdp_unit_pre_forward(h.unit[u]));
+            OK(fsdp_unit_post_forward(h.unit[u]));
+        }
+        for (int u = n - 1; u >= 0; u--) {
+            OK(fsdp_unit_pre_backward(h.unit[u]));
+            for (int v = 0; v < u; v++)
+                expect_ahead(&h, v, iteration && how == FSDP_BACKWARD_PRE && v == u - 1, "pre_backward", u);
+            expect_version(&h, u, "pre_backward");
+            OK(post_backward(&h, u, 2));
+            for (int v = 0; v < u; v++) expect_ahead(&h, v, iteration && how && v == u - 1, "post_backward", u);
+            expect_ahead(&h, u, 0, "post_backward", u);
+        }
+        OK(fsdp_model_finish_backward(h.model));
+        forget_gradients(&h);
+        step_all(&h, "backward prefetch");
+    }
+    host_drop(&h);
+}
+
+Test(fsdp_schedule, backward_unshards_the_next_unit_when_asked_to)
+{
+    for (int how = FSDP_BACKWARD_NONE; how <= FSDP_BACKWARD_POST; how++)
+        for (int n = 1; n <= 4; n++) {
+            struct plan plan = {.options = {.backward_prefetch = how}, .units = 4};
+            if (n == 4) plan.options.strategy = FSDP_HYBRID_SHARD;
+            if (n == 4) plan.mesh[0] = plan.mesh[1] = 2;
+            ranks_run(n, rank_backward_prefetch, &plan);
+        }
+}
+
+static void rank_lists(struct rank *r)
+{
+    struct host h;
+    host_make(r, r->argument, &h);
+    fsdp_unit *forward[] = {h.unit[3], h.unit[1]}, *backward[] = {h.unit[0], h.unit[2]};
+    OK(fsdp_unit_set_prefetch(h.unit[0], FSDP_FORWARD, forward, 2));
+    OK(fsdp_unit_set_prefetch(h.unit[3], FSDP_BACKWARD, backward, 2));
+    for (int iteration = 0; iteration < 3; iteration++) { /* also before any order is known */
+        OK(fsdp_unit_pre_forward(h.unit[0]));
+        for (int v = 1; v < 4; v++) expect_ahead(&h, v, v == 1 || v == 3, "pre_forward", 0);
+        play(&h, "g0f1g1f2");
+        expect_ahead(&h, 3, 1, "pre_forward", 2);
+        play(&h, "g2f3g3b3");
+        for (int v = 0; v < 3; v++) expect_ahead(&h, v, v != 1, "pre_backward", 3);
+        play(&h, "p3b2p2b1p1b0p0e");
+        step_all(&h, "lists");
+    }
+    OK(fsdp_unit_set_prefetch(h.unit[0], FSDP_FORWARD, NULL, 0));
+    OK(fsdp_unit_set_prefetch(h.unit[3], FSDP_BACKWARD, NULL, 0));
+    OK(fsdp_unit_pre_forward(h.unit[0]));
+    for (int v = 1; v < 4; v++) expect_ahead(&h, v, 0, "pre_forward, lists taken away", 0);
+    play(&h, "g0e");
+    unit_drop(&h, 3); /* a list does not keep its units */
+    OK(fsdp_unit_set_prefetch(h.unit[0], FSDP_FORWARD, (fsdp_unit *[]){h.unit[2], h.unit[1]}, 2));
+    unit_drop(&h, 2);
+    play(&h, "f0");
+    expect_ahead(&h, 1, 1, "pre_forward, a unit gone", 0);
+    play(&h, "g0f1g1e");
+    host_drop(&h);
+}
+
+Test(fsdp_schedule, the_hosts_own_lists_are_followed)
+{
+    struct plan plan = {.units = 4};
+    for (int n = 1; n <= 3; n++) ranks_run(n, rank_lists, &plan);
+}
+
+/* ---- orders that change */
+
+static void rank_order(struct rank *r)
+{
+    static const char other[] = "f0g0f2g2f1g1f3g3b3p3b1p1b2p2b0p0e";
+    struct host h;
+    fsdp_set_log(count_told, NULL, FSDP_LOG_WARN);
+    host_make(r, r->argument, &h);
+    told_now(&h);
+    for (int iteration = 0; iteration < 3; iteration++) {
+        play(&h, TRAIN4);
+        step_all(&h, "as ever");
+    }
+    CHECK(told_now(&h) == 0, "a change was told where there was none");
+    play(&h, other);
+    step_all(&h, "in another order");
+    CHECK(told_now(&h) == 1, "the change was not told once");
+    for (int u = 0; u < 4; u++) expect_ahead(&h, u, 0, "finish_backward", u);
+    play(&h, "f0"); /* learnt anew */
+    expect_ahead(&h, 2, 1, "pre_forward", 0);
+    expect_ahead(&h, 1, 0, "pre_forward", 0);
+    play(&h, other + 2);
+    step_all(&h, "in the new order");
+    for (int iteration = 0; iteration < 3; iteration++) {
+        play(&h, iteration % 2 ? other : TRAIN4);
+        step_all(&h, "to and fro");
+    }
+    CHECK(told_now(&h) == 0, "a change was told twice");
+    play(&h, TRAIN4);
+    unit_drop(&h, 2); /* one less */
+    play(&h, "f0g0f1g1f3g3b3p3b1p1b0p0e");
+    play(&h, "f0g0f1");
+    expect_ahead(&h, 3, 1, "pre_forward, a unit gone", 1);
+    play(&h, "g1f3g3b3p3b1p1b0p0e");
+    host_drop(&h);
+}
+
+Test(fsdp_schedule, a_change_of_order_is_told_once_and_learnt)
+{
+    struct plan plan = {.options = {.forward_prefetch = 1, .backward_prefetch = FSDP_BACKWARD_PRE}, .units = 4};
+    for (int n = 1; n <= 4; n++) ranks_run(n, rank_order, &plan);
+}
+
+/* The same iteration again and again, however it is made, is no change; and prefetch follows it. */
+static void rank_repeat(struct rank *r)
+{
+    struct host h;
+    const struct plan *plan = r->argument;
+    fsdp_set_log(count_told, NULL, FSDP_LOG_WARN);
+    host_make(r, plan, &h);
+    told_now(&h);
+    for (int iteration = 0; iteration < 5; iteration++) {
+        h.async = iteration % 2;
+        play(&h, plan->script);
+        step_all(&h, plan->script);
+    }
+    CHECK(told_now(&h) == 0, "'%s' again is told as a change", plan->script);
+    host_drop(&h);
+}
+
+static const char *const repeated[] = {
+    TRAIN4,
+    "f0g0f0g0b0p0b0p0e",                                 /* f(f(x)) */
+    "f0g0f1g1f0g0f2g2b2p2b0p0b1p1b0p0e",                 /* the first module again, in between */
+    "f0g0f1g1f2g2f1g1f3g3b3p3b1p1b2p2b1p1b0p0e",         /* an inner one */
+    "f0g0f1g1f2g2f0g0f1g1f2g2b2p2b1p1b0p0b2p2b1p1b0p0e", /* two forwards, then two backwards */
+    TRAIN4 TRAIN4,                                       /* the end after each micro-batch */
+    FORWARD4 "b3p3b2p2b1p1b0p0" TRAIN4,                  /* or after the last one */
+    "f0g0f1g1f2g2f3g3b3f3g3p3b2f2g2p2b1f1g1p1b0f0g0p0e", /* each checkpointed alone */
+    "f0g0f1g1f2g2f3g3b3p3f1g1f2g2b2p2b1p1b0p0e",         /* a segment of two checkpointed */
+    "f0f1g1f2f3g3g2g0b0b2b3p3p2b1p1p0e",                 /* nested */
+    "f0g0f1g1f2g2b1p1b0p0e",                             /* one unused in backward */
+};
+
+/* More or fewer micro-batches, evaluation before or not: no change either, and what comes next is known. */
+static void rank_vary(struct rank *r)
+{
+    struct host h;
+    fsdp_set_log(count_told, NULL, FSDP_LOG_WARN);
+    host_make(r, r->argument, &h);
+    told_now(&h);
+    play(&h, TRAIN4);
+    for (int round = 0; round < 8; round++) {
+        step_all(&h, "varied");
+        for (int pass = 0; pass < round % 4; pass++) play(&h, FORWARD4);
+        for (int micro = 0; micro < 1 + round % 3; micro++) {
+            if (micro) play(&h, "f0g0f1g1f2g2f3g3b3p3b2p2b1p1b0p0");
+            play(&h, "f0");
+            expect_ahead(&h, 1, 1, "pre_forward, varied", 0);
+            play(&h, "g0f1g1f2g2f3g3b3");
+            if (round > 1) expect_ahead(&h, 2, 1, "pre_backward, varied", round);
+            play(&h, "p3b2p2b1p1b0p0");
+        }
+        play(&h, "e");
+    }
+    CHECK(told_now(&h) == 0, "another number of micro-batches was told as a change");
+    host_drop(&h);
+}
+
+Test(fsdp_schedule, the_number_of_micro_batches_is_no_change)
+{
+    struct plan plan = {.options = {.forward_prefetch = 1, .backward_prefetch = FSDP_BACKWARD_PRE}, .units = 4};
+    for (int n = 1; n <= 2; n++) ranks_run(n, rank_vary, &plan);
+}
+
+Test(fsdp_schedule, iterations_of_any_make_are_learnt)
+{
+    for (size_t k = 0; k < sizeof repeated / sizeof *repeated; k++)
+        for (int n = 1; n <= 2; n++) {
+            struct plan plan = {.options = {.forward_prefetch = 1 + (int)k % 2,
+                                            .backward_prefetch = 1 + (int)k % 2,
+                                            .private_unshard = n == 1},
+                                .units = 4,
+                                .script = repeated[k]};
+            ranks_run(n, rank_repeat, &plan);
+        }
+}
+
+/* Evaluation: passes of forward alone, between which somebody changes the shards. */
+static void rank_evaluate(struct rank *r)
+{
+    struct host h;
+    fsdp_set_log(count_told, NULL, FSDP_LOG_WARN);
+    host_make(r, r->argument, &h);
+    told_now(&h);
+    for (int round = 0; round < 3; round++) {
+        for (int pass = 0; pass < 4; pass++) {
+            play(&h, "f0");
+            if (pass > 1) expect_ahead(&h, 1, 1, "pre_forward of a later pass", 0);
+            play(&h, "g0f1g1f2g2f3g3");
+            for (int u = 0; u < 4; u++) {
+                expect_ahead(&h, u, 0, "the end of a pass", u);
+                set_version(&h, u, h.version[u] + 1);
+            }
+        }
+        play(&h, TRAIN4);
+        step_all(&h, "after evaluation");
+        play(&h, TRAIN4);
+        step_all(&h, "training again");
+    }
+    CHECK(told_now(&h) == 0, "evaluation was told as a change of order");
+    host_drop(&h);
+}
+
+Test(fsdp_schedule, passes_without_backward_see_new_values_and_are_learnt)
+{
+    struct plan plan = {.options = {.forward_prefetch = 2, .backward_prefetch = FSDP_BACKWARD_PRE}, .units = 4};
+    for (int n = 1; n <= 4; n++) {
+        plan.options.private_unshard = n == 2;
+        ranks_run(n, rank_evaluate, &plan);
+    }
+}
