@@ -70,7 +70,9 @@ static fsdp_status own_region(size_t bytes, struct region *region)
     return FSDP_OK;
 }
 
-static void region_drop(fsdp_group *group, struct region *region)
+/* Its memory is given back also where views of units that had it before still show it: they are sharded, so what they
+ * show is of no meaning, and will be mapped anew. */
+static void region_drop(const fsdp_model *model, fsdp_group *group, struct region *region)
 {
     fsdp_error_info failure;
     err_save(&failure);
@@ -79,6 +81,7 @@ static void region_drop(fsdp_group *group, struct region *region)
     } else {
         os_unmap(region->shared, region->bytes);
         region->shared = NULL;
+        if (!ref_forked(&model->ref)) os_segment_discard(region->fd, 0, region->bytes); /* the parent's, too */
         os_close(&region->fd);
     }
     if (failure.status != FSDP_OK) (void)err_restore(&failure);
@@ -103,7 +106,7 @@ static fsdp_status shared_region(fsdp_unit *unit, fsdp_work **prepared, struct r
         status = map_checked(unit, t, region);
         status = agree(unit, &prepared[1], status, region);
     }
-    if (status != FSDP_OK && (reserved || region->shared)) region_drop(unit->shard_group, region);
+    if (status != FSDP_OK && (reserved || region->shared)) region_drop(unit->model, unit->shard_group, region);
     return status;
 }
 
@@ -120,7 +123,7 @@ static fsdp_status region_make(fsdp_unit *unit, int shared, struct region *regio
         status = own_region(unit->full_mapped, region);
         struct region unused = {.fd = -1};
         fsdp_status all = agree(unit, &prepared[0], status, &unused);
-        if (status == FSDP_OK && all != FSDP_OK) region_drop(NULL, region);
+        if (status == FSDP_OK && all != FSDP_OK) region_drop(unit->model, NULL, region);
         status = all;
     }
     work_release(prepared[0]);
@@ -161,7 +164,7 @@ static void slot_free(fsdp_model *model, struct slot *slot)
     while (*at != slot) at = &(*at)->next;
     *at = slot->next;
     count(model, slot, -1);
-    region_drop(slot->group, &slot->region);
+    region_drop(model, slot->group, &slot->region);
     mem_free(slot);
 }
 
@@ -212,8 +215,8 @@ fsdp_status slot_take(fsdp_unit *unit)
     if (slot && slot->holder == unit->number + 1) return FSDP_OK; /* kept since forward */
     slot = choose(unit, shared ? unit->shard_group : NULL, &largest);
     if (!slot) {
+        if (largest) slot_free(model, largest); /* first, so that there are never both; a peer that uses it keeps it */
         TRY(slot_make(unit, shared, &slot));
-        if (largest) slot_free(model, largest);
     }
     TRY(view(unit, slot));
     slot->holder = unit->number + 1;

@@ -131,6 +131,8 @@ static void self_region_release(struct transport *base, struct region *region)
 {
     os_unmap(region->shared, region->bytes);
     region->shared = NULL;
+    if (region->fd >= 0 && base->process == os_process()) /* a view that still shows it keeps nothing */
+        os_segment_discard(region->fd, 0, region->bytes);
     os_close(&region->fd);
 }
 
