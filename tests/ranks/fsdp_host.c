@@ -95,21 +95,18 @@ static struct host_slot *slot_at(struct host_slots *s, int number)
     return NULL;
 }
 
-static void slot_add(struct host_slots *s, int64_t bytes, const struct host_slot *instead)
+static struct host_slot *slot_add(struct host_slots *s, int64_t bytes, struct host_slot *instead)
 {
+    if (instead) {
+        s->bytes -= instead->bytes;
+        *instead = s->at[--s->n];
+    }
     CHECK(s->n < HOST_SLOTS, "too many slots for the oracle");
-    struct host_slot fresh = {.number = ++s->made, .bytes = bytes};
-    s->at[s->n++] = fresh; /* made before the other is given up */
+    s->at[s->n] = (struct host_slot){.number = ++s->made, .bytes = bytes};
     s->bytes += bytes;
     if (s->bytes > s->bytes_peak) s->bytes_peak = s->bytes;
     s->operations += s->private ? 1 : 2;
-    if (instead) {
-        s->bytes -= instead->bytes;
-        int at = (int)(instead - s->at);
-        memmove(&s->at[at], &s->at[at + 1], (size_t)(s->n - at - 1) * sizeof *s->at);
-        s->n--;
-    }
-    if (s->n > s->peak) s->peak = s->n;
+    return &s->at[s->n++];
 }
 
 /* Its last one when that is free, else the smallest free one that will do (the oldest of equal ones), else a new one in
@@ -118,15 +115,15 @@ static struct host_slot *slot_choose(struct host_slots *s, const struct host_con
 {
     struct host_slot *last = slot_at(s, u->slot), *best = NULL, *largest = NULL;
     if (last && (!last->holder || last->holder == u->unit)) return last;
-    for (int i = 0; i < s->n; i++) { /* in the order of making */
+    for (int i = 0; i < s->n; i++) {
         struct host_slot *slot = &s->at[i];
         if (slot->holder) continue;
-        if (slot->bytes >= u->bytes && (!best || slot->bytes < best->bytes)) best = slot;
+        if (slot->bytes >= u->bytes &&
+            (!best || slot->bytes < best->bytes || (slot->bytes == best->bytes && slot->number < best->number)))
+            best = slot;
         if (slot->bytes < u->bytes && (!largest || slot->bytes > largest->bytes)) largest = slot;
     }
-    if (best) return best;
-    slot_add(s, u->bytes, largest);
-    return &s->at[s->n - 1];
+    return best ? best : slot_add(s, u->bytes, largest);
 }
 
 void slots_publish(struct host_slots *s, struct host_content *u)

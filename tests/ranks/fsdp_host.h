@@ -44,7 +44,7 @@ struct host_slot {
 
 struct host_slots {
     int private; /* each rank has its own */
-    int made, n, peak;
+    int made, n;
     int64_t bytes, bytes_peak;
     int64_t publications;
     uint64_t operations; /* what it took of the group: makings, and publications */

@@ -2,6 +2,7 @@
 #include "fsdp_host.h"
 
 #include <dirent.h>
+#include <malloc.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -69,6 +70,7 @@ static void rank_counters(struct rank *r)
     for (int o = 0; o < 2; o++) {
         const fsdp_model_options *options = &both[o];
         int private = options->private_unshard;
+        int64_t page = sysconf(_SC_PAGESIZE); /* each unit takes less */
         fsdp_model *model = model_make(group, options);
         EXPECT(total_parameters, 0);
         struct host_unit host[UNITS];
@@ -83,35 +85,42 @@ static void rank_counters(struct rank *r)
             sum.wide += b[i].wide;
         }
         EXPECT(total_parameters, sum.all);
+        EXPECT(largest_unit, b[0].all);
         EXPECT(shards, sum.shard);
+        EXPECT(host_shards, sum.all);
         EXPECT(gradients, sum.trainable_shard);
-        EXPECT(unsharded, private ? 0 : sum.all);
-        EXPECT(host_parameters, private ? sum.all : 2 * sum.all);
+        EXPECT(host_gradients, r->size * sum.trainable_shard);
+        EXPECT(unsharded, 0);
+        EXPECT(host_unsharded, 0);
+        EXPECT(slots, 0);
         EXPECT(published_bytes, 0);
         EXPECT(reduced_bytes, 0);
 
-        /* One step, twice over every unit. Private memory is filled again in backward, shared memory still
-         * holds it. */
+        /* One step, twice over every unit. All take one slot in turn, so backward finds the last one's parameters in
+         * it, and publishes the others' anew. */
+        uint64_t before = operations_of(group);
         for (int i = 0; i < UNITS; i++) {
             OK(fsdp_unit_pre_forward(host[i].unit));
             OK(fsdp_unit_pre_forward(host[i].unit));
-            EXPECT(unsharded, private ? b[i].all : sum.all);
-            EXPECT(host_parameters, sum.all + (private ? r->size * b[i].all : sum.all));
+            EXPECT(unsharded, page);
+            EXPECT(host_unsharded, private ? r->size * page : page);
             OK(fsdp_unit_post_forward(host[i].unit));
         }
         EXPECT(published_bytes, sum.shard);
-        uint64_t before = operations_of(group);
+        CHECK(operations_of(group) == before + UNITS + (private ? 1 : 2), "operations of forward");
+        before = operations_of(group);
         for (int i = UNITS - 1; i >= 0; i--) {
             OK(fsdp_unit_pre_backward(host[i].unit));
-            CHECK(private || operations_of(group) == before + (uint64_t)(UNITS - 1 - i) - (i < 2),
-                  "backward unsharded anew");
+            CHECK(operations_of(group) == before + 2 * (uint64_t)(UNITS - 1 - i) - (i < 2), "operations of backward");
             OK(give_ones(&host[i], NULL));
         }
-        EXPECT(published_bytes, (1 + private) * sum.shard);
+        EXPECT(published_bytes, sum.shard + b[0].shard + b[1].shard);
         EXPECT(reduced_bytes, sum.trainable);
         OK(fsdp_model_finish_backward(model));
-        EXPECT(unsharded, private ? 0 : sum.all);
-        EXPECT(unsharded_peak, private ? b[0].all > b[1].all ? b[0].all : b[1].all : sum.all);
+        EXPECT(slots, 1);
+        EXPECT(unsharded, page);
+        EXPECT(unsharded_peak, page);
+        EXPECT(host_unsharded_peak, private ? r->size * page : page);
 
         /* A frozen unit asks nothing of the peers in backward. */
         before = operations_of(group);
@@ -138,18 +147,28 @@ static void rank_counters(struct rank *r)
             fsdp_work_release(work);
         }
         OK(fsdp_model_finish_backward(model));
-        EXPECT(gradients, sum.trainable_shard);
+        EXPECT(gradients, sum.trainable_shard + sum.wide); /* kept for the next time, until a reset */
         EXPECT(reduced_bytes, sum.trainable + sum.wide);
         OK(fsdp_model_set_gradient_sync(model, 0));
         OK(give_ones(&host[0], NULL));
         OK(fsdp_model_zero_grad(model));
+        EXPECT(gradients, sum.trainable_shard + sum.wide);
+        OK(fsdp_model_reset(model));
         EXPECT(gradients, sum.trainable_shard);
+        EXPECT(gradients_peak, sum.trainable_shard + sum.wide);
 
+        /* Slots are kept until the model goes, for units to come. What was moved stays counted. */
+        int64_t published = memory_of(model).published_bytes;
         for (int i = 0; i < UNITS; i++) host_unit_drop(&host[i]);
         EXPECT(shards, 0);
+        EXPECT(host_shards, 0);
         EXPECT(gradients, 0);
-        EXPECT(unsharded, 0);
-        EXPECT(host_parameters, 0);
+        EXPECT(total_parameters, 0);
+        EXPECT(slots, 1);
+        EXPECT(unsharded, page);
+        EXPECT(published_bytes, published);
+        EXPECT(reduced_bytes, sum.trainable + sum.wide);
+        EXPECT(shards_peak, sum.shard);
         fsdp_model_release(model);
     }
     fsdp_group_release(group);
@@ -160,13 +179,14 @@ Test(fsdp_memory, counters_equal_the_arithmetic)
     for (int n = 1; n <= 4; n++) ranks_run(n, rank_counters, NULL);
 }
 
-/* Shared unsharding: every forward publishes, whatever came before; backward takes what forward published. */
-static void rank_republish(struct rank *r)
+/* Every forward publishes, whatever came before; backward takes what forward published. */
+static void republish(struct rank *r, fsdp_group *group, int private)
 {
-    fsdp_group *group = group_make(r, 0, 0);
-    fsdp_model *model = model_make(group, NULL);
+    fsdp_model *model = model_make(group, &(fsdp_model_options){.private_unshard = private});
     struct host_unit u;
     host_unit_make(r, model, NULL, second, 2, 0, &u);
+    OK(fsdp_unit_pre_forward(u.unit)); /* makes the slot */
+    OK(fsdp_unit_reshard(u.unit));
     uint64_t begun = operations_of(group);
     OK(fsdp_unit_pre_forward(u.unit));
     OK(fsdp_unit_pre_forward(u.unit));
@@ -174,7 +194,7 @@ static void rank_republish(struct rank *r)
     OK(fsdp_unit_post_forward(u.unit));
     OK(fsdp_unit_pre_backward(u.unit));
     CHECK(operations_of(group) == begun + 1, "before backward nothing is published");
-    OK(fsdp_unit_reshard(u.unit));
+    OK(fsdp_model_finish_backward(model));
     set_shards(&u, 4); /* without a word: an optimizer's step, or a checkpoint */
     OK(fsdp_unit_pre_forward(u.unit));
     CHECK(operations_of(group) == begun + 2, "the next forward publishes");
@@ -195,8 +215,22 @@ static void rank_republish(struct rank *r)
         expect_full(&u, seed, "changed after an asynchronous unshard");
     }
     CHECK(operations_of(group) == begun + 5, "each is published");
+    OK(fsdp_unit_pre_backward(u.unit));
+    OK(fsdp_unit_pre_forward(u.unit)); /* run again inside backward: what was published for it */
+    OK(fsdp_unit_post_forward(u.unit));
+    CHECK(state_of(&u) == FSDP_UNIT_UNSHARDED, "resharded before its backward was over");
+    OK(fsdp_unit_reshard(u.unit));
+    OK(fsdp_unit_pre_forward(u.unit));
+    expect_full(&u, 3, "in a forward inside backward");
+    CHECK(operations_of(group) == begun + 5, "a forward inside backward published");
     host_unit_drop(&u);
     fsdp_model_release(model);
+}
+
+static void rank_republish(struct rank *r)
+{
+    fsdp_group *group = group_make(r, 0, 0);
+    for (int private = 0; private < 2; private ++) republish(r, group, private);
     fsdp_group_release(group);
 }
 
@@ -236,66 +270,82 @@ static int64_t host_bytes(struct rank *r, fsdp_group *group)
     return sum;
 }
 
+struct stages { /* what the host holds against what it should, in MiB */
+    struct rank *r;
+    fsdp_group *group;
+    fsdp_model *model;
+    int64_t empty; /* bytes, before there was a model */
+};
+
+/* The ranks' PSS together: shards, slots as the counters say, and what was edited. */
+static void stage(const struct stages *s, const char *when, int64_t shards, int64_t slots, int64_t edits)
+{
+    fsdp_memory_info info = memory_of(s->model);
+    int64_t copies = info.unsharded ? info.host_unsharded / info.unsharded : 0;
+    double got = (double)(host_bytes(s->r, s->group) - s->empty) / (double)MIB, want = (double)(shards + edits);
+    CHECK(info.host_shards == shards * MIB, "%s: %lld bytes of shards", when, (long long)info.host_shards);
+    CHECK(info.unsharded == slots * MIB, "%s: slots of %lld bytes", when, (long long)info.unsharded);
+    want += (double)(slots * copies);
+    CHECK(got > want - 3 && got < want + 3, "%s, %lld copies: %.1f MiB on the host, not %.0f", when, (long long)copies,
+          got, want);
+}
+
+static void touch(const struct host_unit *u)
+{
+    const DLTensor *t = &u->full[0]->dl_tensor;
+    double sum = 0;
+    for (int64_t k = 0; k < elements(t); k += 512) sum += (double)((float *)t->data)[k];
+    CHECK(sum > 0, "values");
+}
+
+static void pss(struct rank *r, fsdp_group *group, int private)
+{
+    static const struct spec large[] = {{"w", DTYPE_F32, 2, {3072, 4096}, 1}}, /* 48 MiB; frozen: no gradients */
+        medium[] = {{"v", DTYPE_F32, 2, {2048, 4096}, 1}}, small[] = {{"u", DTYPE_F32, 2, {1024, 4096}, 1}};
+    struct stages s = {.r = r, .group = group, .empty = host_bytes(r, group)};
+    s.model = model_make(group, &(fsdp_model_options){.private_unshard = private});
+    struct host_unit u[3];
+    host_unit_make(r, s.model, "small", small, 1, 0, &u[0]);
+    host_unit_make(r, s.model, "large", large, 1, 0, &u[1]);
+    host_unit_make(r, s.model, "medium", medium, 1, 0, &u[2]);
+    malloc_trim(0);
+    stage(&s, "sharded", 96, 0, 0);
+    for (int i = 0; i < 3; i++) {
+        OK(fsdp_unit_unshard(u[i].unit, NULL));
+        touch(&u[i]);
+        stage(&s, "one in turn", 96, i ? 48 : 16, 0); /* what was too small is gone, whoever still shows it */
+        OK(fsdp_unit_reshard(u[i].unit));
+    }
+    OK(fsdp_unit_unshard(u[1].unit, NULL));
+    if (r->rank == 0) memset(u[1].full[0]->dl_tensor.data, 1, 12 * MIB); /* a private edit is memory */
+    stage(&s, "edited", 96, 48, 12);
+    OK(fsdp_unit_unshard(u[2].unit, NULL));
+    touch(&u[2]);
+    stage(&s, "two at once", 96, 48 + 32, 12);
+    OK(fsdp_unit_reshard(u[1].unit));
+    OK(fsdp_unit_unshard(u[1].unit, NULL)); /* where edits are dropped */
+    OK(fsdp_unit_reshard(u[1].unit));
+    OK(fsdp_unit_reshard(u[2].unit));
+    stage(&s, "resharded", 96, 48 + 32, 0);
+    for (int i = 0; i < 3; i++) host_unit_drop(&u[i]);
+    stage(&s, "without units", 0, 48 + 32, 0);
+    fsdp_model_release(s.model);
+    s.model = model_make(group, NULL);
+    stage(&s, "without the model", 0, 0, 0);
+    fsdp_model_release(s.model);
+}
+
 static void rank_pss(struct rank *r)
 {
-    enum { FULL = 64 };
-    static const struct spec specs[] = {{"w", DTYPE_F32, 2, {4096, 4096}, 1}}; /* frozen: no gradients to count */
     fsdp_group *group = group_make(r, 0, 0);
-    float *ones = malloc(FULL * MIB);
-    memset(ones, 0x3f, FULL * MIB);
-    for (int private = 0; private < 2; private ++) {
-        fsdp_model *model = model_make(group, &(fsdp_model_options){.private_unshard = private});
-        int64_t empty = host_bytes(r, group);
-        DLTensor full = view(ones, DTYPE_F32, 2, specs[0].shape);
-        fsdp_param param = {.struct_size = sizeof param, .name = "w", .full = &full, .frozen = 1};
-        fsdp_unit *unit;
-        OK(fsdp_unit_create(model, NULL, &param, 1, NULL, &unit));
-        DLManagedTensorVersioned *w;
-        OK(fsdp_unit_param_full(unit, 0, &w));
-        int64_t sharded = host_bytes(r, group) - empty;
-        OK(fsdp_unit_unshard(unit, NULL));
-        double sum = 0;
-        for (int64_t k = 0; k < 4096 * 4096; k += 512) sum += (double)((float *)w->dl_tensor.data)[k];
-        CHECK(sum > 0, "values");
-        int64_t unsharded = host_bytes(r, group) - empty;
-        if (r->rank == 0) memset(w->dl_tensor.data, 1, 16 * MIB); /* a private edit is memory */
-        int64_t edited = host_bytes(r, group) - empty;
-        OK(fsdp_unit_reshard(unit));
-        int64_t resharded = host_bytes(r, group) - empty;
-        w->deleter(w);
-        fsdp_unit_release(unit);
-        int64_t released = host_bytes(r, group) - empty;
-        fsdp_model_release(model);
-        /* shards: FULL in all. Shared: one copy more a host, for the unit's life. Private: one a rank, while
-         * unsharded. */
-        int64_t copies = private ? r->size : 1, kept = private ? 0 : 1, slack = 3;
-        const struct {
-            const char *when;
-            int64_t got, want;
-        } stages[] = {
-            {"sharded", sharded, FULL + (private ? 0 : kept * FULL)},
-            {"unsharded", unsharded, FULL + copies * FULL},
-            {"edited", edited, FULL + copies * FULL + (private ? 0 : 16)},
-            {"resharded", resharded, FULL + kept * FULL},
-            {"released", released, 0},
-        };
-        for (size_t i = 0; i < sizeof stages / sizeof *stages; i++) {
-            double got = (double)stages[i].got / (double)MIB;
-            int early =
-                i == 0 && !private && got < FULL + slack; /* reserved, not touched: the kernel may not count it */
-            CHECK(early || (got > (double)(stages[i].want - slack) && got < (double)(stages[i].want + slack)),
-                  "%s, %s: %.1f MiB on the host, not %lld", private ? "private" : "shared", stages[i].when, got,
-                  (long long)stages[i].want);
-        }
-    }
-    free(ones);
+    for (int private = 0; private < 2; private ++) pss(r, group, private);
     fsdp_group_release(group);
 }
 
-Test(fsdp_memory, full_parameters_are_held_once_a_host_and_given_back)
+Test(fsdp_memory, the_host_holds_shards_and_slots_and_nothing_else)
 {
     if (SANITIZED) cr_skip("the sanitizer's own memory moves");
-    for (int n = 1; n <= 2; n++) ranks_run(n, rank_pss, NULL);
+    for (int n = 1; n <= 3; n++) ranks_run(n, rank_pss, NULL);
 }
 
 static int64_t entries_in(const char *folder)
@@ -364,7 +414,8 @@ static void rank_growth(struct rank *r)
     CHECK(SANITIZED || lines_in("/proc/self/maps") - maps < 8, "%lld mappings",
           (long long)(lines_in("/proc/self/maps") - maps));
     fsdp_memory_info info = memory_of(model);
-    CHECK(info.unsharded == 65 * 64 * 4 + 18, "%lld unsharded bytes are left", (long long)info.unsharded);
+    CHECK(info.slots == 2 && info.unsharded == specs_slot_bytes(stays, 2) + specs_slot_bytes(goes, 1),
+          "%lld slots of %lld bytes", (long long)info.slots, (long long)info.unsharded);
     free(memory);
     host_unit_drop(&u);
     fsdp_model_release(model);
