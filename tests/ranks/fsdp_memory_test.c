@@ -2,7 +2,6 @@
 #include "fsdp_host.h"
 
 #include <dirent.h>
-#include <malloc.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -290,6 +289,18 @@ static void stage(const struct stages *s, const char *when, int64_t shards, int6
           got, want);
 }
 
+/* Without values of its own: its shards are written here. */
+static void meta_unit(fsdp_model *model, const struct spec *spec, struct host_unit *u)
+{
+    DLTensor t = view(NULL, spec->type, spec->ndim, spec->shape);
+    fsdp_param param = {.struct_size = sizeof param, .name = spec->name, .full = &t, .frozen = spec->frozen, .meta = 1};
+    *u = (struct host_unit){.n = 1};
+    OK(fsdp_unit_create(model, spec->name, &param, 1, NULL, &u->unit));
+    OK(fsdp_unit_param_full(u->unit, 0, &u->full[0]));
+    OK(fsdp_unit_param_shard(u->unit, 0, &u->shard[0]));
+    memset(u->shard[0]->dl_tensor.data, 0x3f, tensor_bytes(&u->shard[0]->dl_tensor));
+}
+
 static void touch(const struct host_unit *u)
 {
     const DLTensor *t = &u->full[0]->dl_tensor;
@@ -305,10 +316,9 @@ static void pss(struct rank *r, fsdp_group *group, int private)
     struct stages s = {.r = r, .group = group, .empty = host_bytes(r, group)};
     s.model = model_make(group, &(fsdp_model_options){.private_unshard = private});
     struct host_unit u[3];
-    host_unit_make(r, s.model, "small", small, 1, 0, &u[0]);
-    host_unit_make(r, s.model, "large", large, 1, 0, &u[1]);
-    host_unit_make(r, s.model, "medium", medium, 1, 0, &u[2]);
-    malloc_trim(0);
+    meta_unit(s.model, small, &u[0]);
+    meta_unit(s.model, large, &u[1]);
+    meta_unit(s.model, medium, &u[2]);
     stage(&s, "sharded", 96, 0, 0);
     for (int i = 0; i < 3; i++) {
         OK(fsdp_unit_unshard(u[i].unit, NULL));
@@ -427,47 +437,77 @@ Test(fsdp_memory, iterations_do_not_grow)
     ranks_run(2, rank_growth, NULL);
 }
 
-/* ---- memory runs out on one rank while a unit is made: all hear of it, nothing is left, and the next one is
- * made */
+/* ---- memory runs out on one rank while a unit is made, or a slot for its first unshard: all hear of it, nothing is
+ * left, and the next try goes through */
+
+static void refused_for_memory(struct rank *r, int poor, fsdp_status status)
+{
+    CHECK(status == FSDP_ERR_NOMEM, "%s: %s", fsdp_status_name(status), fsdp_last_error());
+    CHECK(r->rank == poor || strstr(fsdp_last_error(), "reported"), "%s", fsdp_last_error());
+}
+
+static void limit_space(int64_t more, struct rlimit *before)
+{
+    getrlimit(RLIMIT_AS, before);
+    struct rlimit now = *before;
+    now.rlim_cur = (rlim_t)(from_file("/proc/self/status", "VmSize:") * 1024 + more);
+    setrlimit(RLIMIT_AS, &now);
+}
+
+/* values: 8 MiB */
+static void exhaust(struct rank *r, fsdp_group *group, int private, int poor, float *values)
+{
+    static const int64_t shape[] = {2048, 1024};
+    fsdp_model *model = model_make(group, &(fsdp_model_options){.private_unshard = private});
+    int refused_units = 0, refused_slots = 0, done = 0;
+    /* Enough for the first mapping, for the second, ... */
+    for (int64_t room = 0; room < 64 * MIB && !done; room += 2 * MIB) {
+        DLTensor tensor = view(values, DTYPE_F32, 2, shape);
+        fsdp_param param = {.struct_size = sizeof param, .name = "w", .full = &tensor};
+        int64_t maps = lines_in("/proc/self/maps");
+        struct rlimit before;
+        fsdp_unit *unit = NULL;
+        if (r->rank == poor) limit_space(MIB / 2 + room, &before);
+        fsdp_status made = fsdp_unit_create(model, "large", &param, 1, NULL, &unit);
+        fsdp_status unsharded = made == FSDP_OK ? fsdp_unit_unshard(unit, NULL) : FSDP_OK;
+        if (r->rank == poor) setrlimit(RLIMIT_AS, &before);
+        done = made == FSDP_OK && unsharded == FSDP_OK;
+        refused_units += made != FSDP_OK;
+        refused_slots += unsharded != FSDP_OK;
+        if (made != FSDP_OK) {
+            CHECK(!unit, "an output was written");
+            refused_for_memory(r, poor, made);
+        } else if (unsharded != FSDP_OK) {
+            refused_for_memory(r, poor, unsharded);
+            CHECK(memory_of(model).slots == 0 && memory_of(model).unsharded == 0, "a slot is left after a refusal");
+        }
+        if (refused_slots == 1 && unsharded != FSDP_OK) { /* the same unit, with room */
+            OK(fsdp_unit_unshard(unit, NULL));
+            DLManagedTensorVersioned *full;
+            OK(fsdp_unit_param_full(unit, 0, &full));
+            CHECK(memcmp(full->dl_tensor.data, values, 8 * MIB) == 0, "values after a refusal");
+            full->deleter(full);
+            fsdp_model_release(model); /* the unit keeps it until it goes: then the slot does, too */
+            fsdp_unit_release(unit);
+            unit = NULL;
+            model = model_make(group, &(fsdp_model_options){.private_unshard = private});
+        }
+        fsdp_unit_release(unit);
+        CHECK(done || lines_in("/proc/self/maps") <= maps, "mappings are left after a refusal");
+        CHECK(memory_of(model).shards == 0, "shards are left after a refusal");
+    }
+    CHECK(done && refused_units >= 2 && refused_slots >= 1, "%d units refused, %d slots", refused_units, refused_slots);
+    fsdp_model_release(model);
+}
 
 static void rank_exhausted(struct rank *r)
 {
-    static const struct spec specs[] = {{"w", DTYPE_F32, 2, {2048, 1024}, 0}}; /* 8 MiB */
     fsdp_group *group = group_make(r, 0, 0);
+    float *values = malloc(8 * MIB);
+    for (int k = 0; k < 2 * MIB; k++) values[k] = (float)(k % 1000);
     for (int private = 0; private < 2; private ++)
-        for (int poor = 0; poor < r->size; poor++) {
-            fsdp_model *model = model_make(group, &(fsdp_model_options){.private_unshard = private});
-            int refusals = 0, made = 0;
-            /* Enough for the first mapping, for the second, ... */
-            for (int64_t room = 0; room < 64 * MIB && !made; room += 2 * MIB) {
-                float *values = calloc(2048 * 1024, sizeof *values);
-                DLTensor full = view(values, DTYPE_F32, 2, specs[0].shape);
-                fsdp_param param = {.struct_size = sizeof param, .name = "w", .full = &full};
-                int64_t maps = lines_in("/proc/self/maps");
-                struct rlimit before, now;
-                getrlimit(RLIMIT_AS, &before);
-                now = before;
-                now.rlim_cur = (rlim_t)(from_file("/proc/self/status", "VmSize:") * 1024 + MIB / 2 + room);
-                fsdp_unit *unit = NULL;
-                if (r->rank == poor) setrlimit(RLIMIT_AS, &now);
-                fsdp_status status = fsdp_unit_create(model, "large", &param, 1, NULL, &unit);
-                setrlimit(RLIMIT_AS, &before);
-                free(values);
-                made = status == FSDP_OK;
-                if (made) {
-                    fsdp_unit_release(unit);
-                    continue;
-                }
-                refusals++;
-                CHECK(status == FSDP_ERR_NOMEM && !unit, "%s", fsdp_last_error());
-                CHECK(r->rank == poor || strstr(fsdp_last_error(), "reported"), "%s", fsdp_last_error());
-                CHECK(lines_in("/proc/self/maps") <= maps, "mappings are left after a refusal");
-                fsdp_memory_info info = memory_of(model);
-                CHECK(info.shards == 0 && info.unsharded == 0, "something is left after a refusal");
-            }
-            CHECK(made && refusals >= 2, "%d refusals", refusals);
-            fsdp_model_release(model);
-        }
+        for (int poor = 0; poor < r->size; poor++) exhaust(r, group, private, poor, values);
+    free(values);
     fsdp_group_release(group);
 }
 
