@@ -132,7 +132,7 @@ static int linear_create(linear *layer, fsdp_model *model, const char *name, int
         {.struct_size = sizeof(fsdp_param), .name = names[WEIGHT], .full = &weight},
         {.struct_size = sizeof(fsdp_param), .name = names[BIAS], .full = &bias},
     };
-    TRY(unit_create(model, name, params, PARAMS, &layer->unit));
+    TRY(unit_create(model, name, params, PARAMS, NULL, &layer->unit));
     for (int32_t i = 0; i < PARAMS; i++) {
         TRY(unit_param_full(layer->unit, i, &layer->full[i]));
         TRY(unit_param_shard(layer->unit, i, &layer->shard[i]));

@@ -58,7 +58,7 @@ def structs():
     found = {}
     for match in re.finditer(r"typedef struct (\w+) \{(.*?)\} \1;", without_comments(HEADER.read_text()), flags=re.S):
         declarations = [" ".join(part.split()) for part in match[2].split(";") if part.strip()]
-        found[match[1]] = [(re.search(r"\(\*(\w+)\)", text) or re.search(r"(\w+)(\[\d+\])?$", text))[1]
+        found[match[1]] = [(re.search(r"\(\*(\w+)\)", text) or re.search(r"(\w+)(\[\w+\])*$", text))[1]
                            for text in declarations]
     return found
 

@@ -20,16 +20,21 @@ NULLABLE = {"options", "work", "user", "reason"}
 NULLABLE_IN = {
     ("fsdp_set_log", "fn"), ("fsdp_set_allocator", "alloc"), ("fsdp_set_allocator", "release"),
     ("fsdp_group_create", "store"), ("fsdp_store_set", "value"), ("fsdp_store_get", "buffer"),  # with 0 bytes
-    ("fsdp_unit_create", "name"),
+    ("fsdp_unit_create", "name"), ("fsdp_mesh_group", "name"),
+    ("fsdp_unit_set_callbacks", "valid"), ("fsdp_unit_set_callbacks", "invalid"),
 }
 REQUIRED_ALTHOUGH = {  # names that are nullable elsewhere
     ("fsdp_store_options_init", "options"), ("fsdp_group_options_init", "options"),
     ("fsdp_model_options_init", "options"), ("fsdp_scaler_options_init", "options"),
+    ("fsdp_unit_options_init", "options"),
     ("fsdp_store_from_callbacks", "options"),
     *((name, "work") for name in prototypes() if name.startswith("fsdp_work_")),
 }
 HANDLES = {"fsdp_store *": "store", "fsdp_group *": "group", "fsdp_work *": "work", "fsdp_model *": "model",
-           "fsdp_unit *": "unit", "fsdp_scaler *": "scaler"}
+           "fsdp_unit *": "unit", "fsdp_scaler *": "scaler", "fsdp_mesh *": "mesh"}
+SIZES = {"fsdp_store_options": 32, "fsdp_group_options": 48, "fsdp_model_options": 88, "fsdp_unit_options": 24,
+         "fsdp_error_info": 1056, "fsdp_group_info": 128, "fsdp_mesh_info": 408, "fsdp_param_info": 72,
+         "fsdp_unit_info": 152, "fsdp_memory_info": 144, "fsdp_scaler_options": 40, "fsdp_scaler_info": 40}
 WITH_STATUS = {name: params for name, (returns, params) in prototypes().items() if returns == "fsdp_status"}
 RELEASES = [name for name, (returns, _) in prototypes().items() if returns == "void"]
 
@@ -62,7 +67,26 @@ class DLTensor(ctypes.Structure):
 
 class Param(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("name", ctypes.c_char_p), ("full", ctypes.c_void_p),
-                ("frozen", ctypes.c_int32), ("reserved", ctypes.c_int32)]
+                ("frozen", ctypes.c_int32), ("shard_dim", ctypes.c_int32), ("meta", ctypes.c_int32),
+                ("reserved", ctypes.c_int32), ("id", ctypes.c_uint64)]
+
+
+class Precision(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), ("dtypes", DLDataType * 4), ("keep", ctypes.c_int32 * 2)]
+
+
+class UnitOptions(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), ("strategy", ctypes.c_int32), ("reshard", ctypes.c_int32),
+                ("precision", ctypes.c_void_p)]
+
+
+class ModelOptions(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), ("name", ctypes.c_char_p), ("strategy", ctypes.c_int32),
+                ("reshard", ctypes.c_int32), ("private_unshard", ctypes.c_int32), ("sync", ctypes.c_int32),
+                ("gradient_divisor", ctypes.c_double), ("precision", ctypes.c_void_p), ("shard_dim", ctypes.c_char_p),
+                ("replicate_dim", ctypes.c_char_p), ("forward_prefetch", ctypes.c_int32),
+                ("backward_prefetch", ctypes.c_int32), ("prefetch_limit", ctypes.c_int32),
+                ("reserved", ctypes.c_int32), ("offload_dir", ctypes.c_char_p)]
 
 
 class Collective(ctypes.Structure):
@@ -124,9 +148,11 @@ class World:
         self.group = self.made("fsdp_group_create", None, None)
         self.model = self.made("fsdp_model_create", self.group, None)
         self.params = (Param * 1)(Param(ctypes.sizeof(Param), b"weight", self.tensor().value))
-        self.unit = self.made("fsdp_unit_create", self.model, b"unit", self.params, 1)
+        self.unit = self.made("fsdp_unit_create", self.model, b"unit", self.params, 1, None)
         self.work = self.made("fsdp_barrier", self.group)
         self.scaler = self.made("fsdp_scaler_create", self.group, None)
+        self.mesh = self.made("fsdp_mesh_create", self.group, 1, self.valid("", "const int64_t *", "sizes"),
+                              self.valid("", "const char *const *", "names"))
         return self
 
     def valid(self, function, kind, name):
@@ -146,10 +172,7 @@ class World:
             return self.address(Callbacks(ctypes.sizeof(Callbacks), None, *function_pointers))
         if "options *" in kind or "_info *" in kind:
             block = self.keep((ctypes.c_size_t * 512)())  # zeros, and a size that is right for any
-            sizes = {"fsdp_store_options": 32, "fsdp_group_options": 48, "fsdp_model_options": 32,
-                     "fsdp_error_info": 1056, "fsdp_group_info": 128, "fsdp_memory_info": 72,
-                     "fsdp_scaler_options": 40, "fsdp_scaler_info": 40}
-            block[0] = sizes[kind.replace("const ", "").rstrip(" *")]
+            block[0] = SIZES[kind.replace("const ", "").rstrip(" *")]
             if "store_options" in kind and function == "fsdp_store_from_callbacks":
                 ctypes.cast(block, ctypes.POINTER(ctypes.c_int32))[2] = 1
             return self.address(block)
@@ -157,18 +180,24 @@ class World:
             return self.address(ScalerState(ctypes.sizeof(ScalerState), 1024, 2, 0.5, 100))
         if kind == "const char *":
             return {"url": b"env://"}.get(name, b"name")
+        if kind == "const char *const *":
+            return self.address((ctypes.c_char_p * 1)(b"name"))
+        if kind == "fsdp_unit *const *":
+            return self.address((ctypes.c_void_p * 1)(self.unit.value))
         if kind == "const DLDataType *":
             return self.address(DLDataType(2, 32, 1))
         if kind == "const int64_t *":
-            return self.address((ctypes.c_int64 * 1)(4))
-        if kind in ("fsdp_done_fn",):
+            return self.address((ctypes.c_int64 * 1)(1 if name == "sizes" else 4))
+        if kind == "fsdp_done_fn":
             return self.keep(ctypes.CFUNCTYPE(None, ctypes.c_int32, ctypes.c_void_p)(lambda *_: None))
+        if kind == "fsdp_unit_fn":
+            return self.keep(ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(lambda *_: None))
         if is_pointer(kind):  # an output, or a buffer
             return self.address((ctypes.c_char * 4096)())
         if name == "bytes" or name == "capacity":
             return ctypes.c_size_t(8)
         if name == "struct_size":
-            return ctypes.c_size_t(next((size for name, size in (("group", 48), ("scaler", 40)) if name in function), 32))
+            return ctypes.c_size_t(SIZES[function.removesuffix("_init")])
         if kind == "double":
             return ctypes.c_double(1)
         if kind == "int64_t":
@@ -287,8 +316,8 @@ def test_given_a_released_handle(function):
         world.open()
         arguments = [world.valid(function, *param) for param in params]
         time.sleep(0.1)  # the library drops its own reference to a work just after it is complete
-        for name in {"store": ["store"], "group": ["scaler", "work", "unit", "model", "group"], "work": ["work"],
-                     "model": ["unit", "model"], "unit": ["unit"],
+        for name in {"store": ["store"], "group": ["scaler", "work", "unit", "model", "mesh", "group"], "work": ["work"],
+                     "model": ["unit", "model"], "unit": ["unit"], "mesh": ["mesh"],
                      "scaler": ["scaler"]}[handle]:
             getattr(world.lib, f"fsdp_{name}_release")(getattr(world, name))
         return world.call(function, *arguments)
@@ -354,6 +383,7 @@ def test_given_a_struct_of_a_newer_library(function, index, newer_field):
 
 
 INFOS = [("fsdp_last_error_info", None), ("fsdp_group_query", "group"), ("fsdp_work_error", "work"),
+         ("fsdp_mesh_query", "mesh"), ("fsdp_unit_query", "unit"), ("fsdp_unit_param_query", "unit"),
          ("fsdp_model_memory", "model"), ("fsdp_scaler_query", "scaler"), ("fsdp_scaler_save", "scaler")]
 
 
@@ -367,6 +397,7 @@ def test_infos_fill_a_larger_struct_and_not_more(function, handle):
         block = (ctypes.c_ubyte * (old + 64))(*[0xAB] * (old + 64))
         ctypes.c_size_t.from_buffer(block).value = old + 32
         arguments = [getattr(world, handle)] if handle else []
+        arguments += [ctypes.c_int32(0)] if function == "fsdp_unit_param_query" else []
         status, message = world.call(function, *arguments, block)
         assert ctypes.c_size_t.from_buffer(block).value == old + 32
         assert bytes(block[old:old + 32]) == bytes(32), "fields we don't know read as zero"
@@ -374,3 +405,49 @@ def test_infos_fill_a_larger_struct_and_not_more(function, handle):
         return status, message
 
     assert outcome(call) == (OK, "")
+
+
+def test_every_info_is_among_them():
+    filled = {name for name, params in WITH_STATUS.items() if re.match(r"fsdp_(\w+_info|scaler_state) \*", params[-1])}
+    assert filled == {name for name, _ in INFOS}
+
+
+# ---- Arrays and structs inside of others -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function, name, entry", [
+    ("fsdp_unit_set_prefetch", "units", None), ("fsdp_unit_set_prefetch", "units", "group"),
+    ("fsdp_mesh_create", "names", None), ("fsdp_model_broadcast", "tensors", None),
+])
+def test_given_a_wrong_entry_of_an_array(function, name, entry):
+    params = [parameter(text) for text in WITH_STATUS[function]]
+
+    def call():
+        world = World().open()
+        arguments = [world.valid(function, *param) for param in params]
+        index = [param[1] for param in params].index(name)
+        arguments[index] = world.address((ctypes.c_void_p * 1)(getattr(world, entry).value if entry else None))
+        return world.call(function, *arguments)
+
+    status, message = outcome(call)
+    assert status == INVALID, (status, message)
+    assert re.search(rf"\b{name}\b", message), message
+
+
+@pytest.mark.parametrize("size", [0, 8, 2**40], ids=["unset", "too_small", "absurd"])
+@pytest.mark.parametrize("function, options", [
+    ("fsdp_model_create", ModelOptions), ("fsdp_model_create_on_mesh", ModelOptions), ("fsdp_unit_create", UnitOptions),
+])
+def test_given_a_wrong_struct_size_of_the_precision(function, options, size):
+    params = [parameter(text) for text in WITH_STATUS[function]]
+
+    def call():
+        world = World().open()
+        arguments = [world.valid(function, *param) for param in params]
+        struct = options(ctypes.sizeof(options), precision=world.address(Precision(size)).value)
+        arguments[[param[1] for param in params].index("options")] = world.address(struct)
+        return world.call(function, *arguments)
+
+    status, message = outcome(call)
+    assert status == STRUCT_SIZE, (status, message)
+    assert "fsdp_precision" in message and str(size) in message, message

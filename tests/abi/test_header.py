@@ -38,7 +38,8 @@ def test_nothing_hostile_to_an_ffi():
 def test_no_struct_is_passed_by_value():
     """Rust's and LuaJIT's FFIs can, Lua's and many JITs can't; and how it is done differs between architectures."""
     scalars = {"int32_t", "int64_t", "uint64_t", "size_t", "double", "fsdp_status", "fsdp_reduce_op", "fsdp_op_kind",
-               "fsdp_log_level", "fsdp_unit_state", "fsdp_log_fn", "fsdp_alloc_fn", "fsdp_free_fn", "fsdp_done_fn"}
+               "fsdp_log_level", "fsdp_unit_state", "fsdp_strategy", "fsdp_backward_prefetch", "fsdp_phase",
+               "fsdp_cast_kind", "fsdp_log_fn", "fsdp_alloc_fn", "fsdp_free_fn", "fsdp_done_fn", "fsdp_unit_fn"}
     for name, (returns, params) in prototypes().items():
         for param in params:
             kind = param.rsplit(" ", 1)[0].replace("const ", "")
@@ -95,13 +96,21 @@ def test_table_has_a_slot_for_every_function():
     assert {"fsdp_" + slot for slot in slots()} == set(prototypes()) - {"fsdp_get_api"}
 
 
+def constants():
+    """Names of the header's numbers, enumerated and defined."""
+    code = without_comments(HEADER.read_text())
+    found = re.findall(r"\b(FSDP_\w+) = -?\d+", code) + re.findall(r"^#define (FSDP_\w+) \d+$", code, flags=re.M)
+    assert len(found) == len(set(found)) > 70
+    return found
+
+
 def layout_program():
     lines = ['#include <stdio.h>', '#include "fsdp.h"', "int main(void)", "{"]
     for name, fields in structs().items():
         lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
         for field in fields:
             lines.append(f'printf("{name} {field} %zu %zu\\n", offsetof({name}, {field}), sizeof((({name} *)0)->{field}));')
-    for name, value in re.findall(r"^ *(FSDP_\w+) = (-?\d+)", HEADER.read_text(), flags=re.M):
+    for name in constants():
         lines.append(f'printf("= {name} %d\\n", {name});')
     return "\n".join([*lines, "return 0;", "}", ""])
 
@@ -158,9 +167,9 @@ def test_ctypes_declarations_agree_with_the_compiler(compile_and_run):
             descriptor = getattr(cls, spelling[field])
             assert (descriptor.offset, descriptor.size) == fields[name, field], f"{name}.{field}"
     for name, value in constants.items():
-        for spelling in (name, name.removeprefix("FSDP_")):
-            if isinstance(getattr(abi, spelling, None), int):
-                assert getattr(abi, spelling) == value, spelling
+        spelling = name if not name.startswith("FSDP_VERSION_") else name.removeprefix("FSDP_")
+        assert getattr(abi, spelling) == value, spelling
+    assert {name for name in vars(abi) if name.startswith("FSDP_")} <= set(constants), "a number that is not the header's"
 
 
 def test_ctypes_prototypes_agree_with_the_header():

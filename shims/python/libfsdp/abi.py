@@ -68,6 +68,10 @@ FSDP_OP_RESET = 16
 FSDP_OP_GRAD_NORM = 17
 FSDP_OP_CLIP_GRAD_NORM = 18
 FSDP_OP_UNSCALE = 19
+FSDP_OP_CREATE_MESH = 20
+FSDP_OP_CREATE_SLOT = 21
+FSDP_OP_REPLICATE_GRADS = 22
+FSDP_OP_SYNC_STATES = 23
 
 FSDP_LOG_ERROR = 1
 FSDP_LOG_WARN = 2
@@ -76,9 +80,33 @@ FSDP_LOG_DEBUG = 4
 
 FSDP_ANY_RANK = -1
 
+FSDP_MESH_MAX_DIMS = 8
+
+FSDP_STRATEGY_DEFAULT = 0
+FSDP_FULL_SHARD = 1
+FSDP_SHARD_GRAD_OP = 2
+FSDP_NO_SHARD = 3
+FSDP_HYBRID_SHARD = 4
+FSDP_HYBRID_SHARD_GRAD_OP = 5
+
+FSDP_RESHARD_NEVER = -1
+FSDP_RESHARD_DEFAULT = 0
+FSDP_RESHARD_ALWAYS = 1
+
+FSDP_BACKWARD_NONE = 0
+FSDP_BACKWARD_PRE = 1
+FSDP_BACKWARD_POST = 2
+
 FSDP_UNIT_SHARDED = 0
 FSDP_UNIT_UNSHARDING = 1
 FSDP_UNIT_UNSHARDED = 2
+
+FSDP_FORWARD = 0
+FSDP_BACKWARD = 1
+
+FSDP_CAST_INPUT = 0
+FSDP_CAST_OUTPUT = 1
+FSDP_CAST_BUFFER = 2
 
 # ---- DLPack ----------------------------------------------------------------------------------------------------------
 
@@ -161,6 +189,7 @@ fsdp_log_fn = CFUNCTYPE(None, c_int32, c_char_p, c_void_p)
 fsdp_alloc_fn = CFUNCTYPE(c_void_p, c_size_t, c_void_p)
 fsdp_free_fn = CFUNCTYPE(None, c_void_p, c_void_p)
 fsdp_done_fn = CFUNCTYPE(None, c_int32, c_void_p)
+fsdp_unit_fn = CFUNCTYPE(None, c_void_p, c_void_p)
 fsdp_store_set_fn = CFUNCTYPE(c_int32, c_void_p, c_char_p, c_void_p, c_size_t)
 fsdp_store_get_fn = CFUNCTYPE(c_int32, c_void_p, c_char_p, c_void_p, c_size_t, POINTER(c_size_t), c_int64)
 fsdp_store_add_fn = CFUNCTYPE(c_int32, c_void_p, c_char_p, c_int64, POINTER(c_int64))
@@ -252,13 +281,48 @@ class fsdp_collective(_Sized):
     ]
 
 
+class fsdp_mesh_info(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("ndim", c_int32),
+        ("rank", c_int32),
+        ("size", c_int32),
+        ("reserved", c_int32),
+        ("sizes", c_int64 * FSDP_MESH_MAX_DIMS),
+        ("coordinates", c_int64 * FSDP_MESH_MAX_DIMS),
+        ("names", c_char * 32 * FSDP_MESH_MAX_DIMS),
+    ]
+
+
+class fsdp_precision(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("param_dtype", DLDataType),
+        ("reduce_dtype", DLDataType),
+        ("output_dtype", DLDataType),
+        ("buffer_dtype", DLDataType),
+        ("keep_low_precision_grads", c_int32),
+        ("keep_inputs", c_int32),
+    ]
+
+
 class fsdp_model_options(_Sized):
     _fields_ = [
         ("struct_size", c_size_t),
         ("name", c_char_p),
-        ("no_reshard_after_forward", c_int32),
+        ("strategy", c_int32),
+        ("reshard_after_forward", c_int32),
         ("private_unshard", c_int32),
+        ("sync_module_states", c_int32),
         ("gradient_divisor", c_double),
+        ("precision", POINTER(fsdp_precision)),
+        ("shard_dim", c_char_p),
+        ("replicate_dim", c_char_p),
+        ("forward_prefetch", c_int32),
+        ("backward_prefetch", c_int32),
+        ("prefetch_limit", c_int32),
+        ("reserved", c_int32),
+        ("offload_dir", c_char_p),
     ]
 
 
@@ -268,7 +332,58 @@ class fsdp_param(_Sized):
         ("name", c_char_p),
         ("full", POINTER(DLTensor)),
         ("frozen", c_int32),
+        ("shard_dim", c_int32),
+        ("meta", c_int32),
         ("reserved", c_int32),
+        ("id", c_uint64),
+    ]
+
+
+class fsdp_unit_options(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("strategy", c_int32),
+        ("reshard_after_forward", c_int32),
+        ("precision", POINTER(fsdp_precision)),
+    ]
+
+
+class fsdp_param_info(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("name", c_char_p),
+        ("ndim", c_int32),
+        ("shard_dim", c_int32),
+        ("shape", POINTER(c_int64)),
+        ("shard_start", c_int64),
+        ("shard_length", c_int64),
+        ("dtype", DLDataType),
+        ("full_dtype", DLDataType),
+        ("grad_dtype", DLDataType),
+        ("frozen", c_int32),
+        ("tied_to", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class fsdp_unit_info(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("state", c_int32),
+        ("n_params", c_int32),
+        ("strategy", c_int32),
+        ("reshard_after_forward", c_int32),
+        ("shard_rank", c_int32),
+        ("shard_size", c_int32),
+        ("replicate_rank", c_int32),
+        ("replicate_size", c_int32),
+        ("full_bytes", c_int64),
+        ("shard_bytes", c_int64),
+        ("publications", c_int64),
+        ("published_bytes", c_int64),
+        ("reduced_bytes", c_int64),
+        ("replicated_bytes", c_int64),
+        ("name", c_char * 64),
     ]
 
 
@@ -278,11 +393,20 @@ class fsdp_memory_info(_Sized):
         ("shards", c_int64),
         ("gradients", c_int64),
         ("unsharded", c_int64),
+        ("staging", c_int64),
+        ("shards_peak", c_int64),
+        ("gradients_peak", c_int64),
         ("unsharded_peak", c_int64),
-        ("host_parameters", c_int64),
+        ("host_shards", c_int64),
+        ("host_gradients", c_int64),
+        ("host_unsharded", c_int64),
+        ("host_unsharded_peak", c_int64),
         ("total_parameters", c_int64),
-        ("reduced_bytes", c_int64),
+        ("largest_unit", c_int64),
+        ("slots", c_int64),
         ("published_bytes", c_int64),
+        ("reduced_bytes", c_int64),
+        ("replicated_bytes", c_int64),
     ]
 
 
@@ -324,7 +448,7 @@ class fsdp_scaler_state(_Sized):
 # ---- Functions -------------------------------------------------------------------------------------------------------
 
 _H = c_void_p  # any handle
-_H_out = POINTER(c_void_p)
+_H_out = POINTER(c_void_p)  # where a handle goes, or an array of handles
 _T = POINTER(DLTensor)
 _T_out = POINTER(POINTER(DLManagedTensorVersioned))
 _rows = POINTER(c_int64)
@@ -385,28 +509,52 @@ PROTOTYPES = {
     "fsdp_recv": (_status, (_H, _T, c_int32, c_int32, _H_out)),
     "fsdp_barrier": (_status, (_H, _H_out)),
     "fsdp_coalesced": (_status, (_H, POINTER(fsdp_collective), c_int32, _H_out)),
+    "fsdp_mesh_create": (_status, (_H, c_int32, POINTER(c_int64), POINTER(c_char_p), _H_out)),
+    "fsdp_mesh_retain": (_status, (_H,)),
+    "fsdp_mesh_release": (None, (_H,)),
+    "fsdp_mesh_query": (_status, (_H, POINTER(fsdp_mesh_info))),
+    "fsdp_mesh_group": (_status, (_H, c_char_p, _H_out)),
     "fsdp_model_options_init": (_status, (POINTER(fsdp_model_options), c_size_t)),
     "fsdp_model_create": (_status, (_H, POINTER(fsdp_model_options), _H_out)),
+    "fsdp_model_create_on_mesh": (_status, (_H, POINTER(fsdp_model_options), _H_out)),
     "fsdp_model_retain": (_status, (_H,)),
     "fsdp_model_release": (None, (_H,)),
-    "fsdp_unit_create": (_status, (_H, c_char_p, POINTER(fsdp_param), c_int32, _H_out)),
+    "fsdp_unit_options_init": (_status, (POINTER(fsdp_unit_options), c_size_t)),
+    "fsdp_unit_create": (
+        _status,
+        (_H, c_char_p, POINTER(fsdp_param), c_int32, POINTER(fsdp_unit_options), _H_out),
+    ),
     "fsdp_unit_retain": (_status, (_H,)),
     "fsdp_unit_release": (None, (_H,)),
     "fsdp_unit_param_shard": (_status, (_H, c_int32, _T_out)),
     "fsdp_unit_param_full": (_status, (_H, c_int32, _T_out)),
     "fsdp_unit_param_grad": (_status, (_H, c_int32, _T_out)),
+    "fsdp_unit_param_query": (_status, (_H, c_int32, POINTER(fsdp_param_info))),
     "fsdp_unit_pre_forward": (_status, (_H,)),
     "fsdp_unit_post_forward": (_status, (_H,)),
     "fsdp_unit_pre_backward": (_status, (_H,)),
     "fsdp_unit_post_backward": (_status, (_H, POINTER(_T), c_int32, _H_out)),
     "fsdp_unit_unshard": (_status, (_H, _H_out)),
     "fsdp_unit_reshard": (_status, (_H,)),
+    "fsdp_unit_write_back": (_status, (_H,)),
+    "fsdp_unit_gather_param": (_status, (_H, c_int32, _T_out)),
+    "fsdp_unit_load_param": (_status, (_H, c_int32, _T)),
     "fsdp_unit_query_state": (_status, (_H, POINTER(c_int32))),
+    "fsdp_unit_query": (_status, (_H, POINTER(fsdp_unit_info))),
     "fsdp_unit_shard_changed": (_status, (_H,)),
+    "fsdp_unit_set_frozen": (_status, (_H, c_int32, c_int32)),
+    "fsdp_unit_set_reshard_after_forward": (_status, (_H, c_int32)),
+    "fsdp_unit_set_reshard_after_backward": (_status, (_H, c_int32)),
+    "fsdp_unit_set_callbacks": (_status, (_H, fsdp_unit_fn, fsdp_unit_fn, c_void_p)),
+    "fsdp_unit_set_prefetch": (_status, (_H, c_int32, _H_out, c_int32)),
+    "fsdp_unit_cast": (_status, (_H, c_int32, _T, _T_out)),
     "fsdp_model_set_gradient_sync": (_status, (_H, c_int32)),
+    "fsdp_model_set_all_reduce": (_status, (_H, c_int32)),
+    "fsdp_model_set_gradient_divisor": (_status, (_H, c_double)),
     "fsdp_model_finish_backward": (_status, (_H,)),
     "fsdp_model_zero_grad": (_status, (_H,)),
     "fsdp_model_reset": (_status, (_H,)),
+    "fsdp_model_broadcast": (_status, (_H, POINTER(_T), c_int32)),
     "fsdp_model_memory": (_status, (_H, POINTER(fsdp_memory_info))),
     "fsdp_model_grad_norm": (_status, (_H, c_double, POINTER(c_double))),
     "fsdp_model_clip_grad_norm": (_status, (_H, c_double, c_double, c_int32, POINTER(c_double))),
