@@ -11,7 +11,8 @@ Run it with `python -m libfsdp.run -n 2 script.py`.
 Group         operations between ranks: all_gather, reduce_scatter, all_reduce, broadcast, send, ...
 Work          a pending operation, from `async_op=True`
 Store         how ranks meet; `init` makes one
-Model, Unit   fully sharded parameters
+Model, Unit   fully sharded parameters; Strategy, Precision: how
+Mesh          a group's ranks as a grid: shard inside, replicate across
 ShardedGradScaler  loss scaling that skips steps on all ranks alike
 Tensor        memory of the library, shared with NumPy and others without a copy
 FsdpError     what goes wrong; one subclass for each kind
@@ -43,10 +44,13 @@ from .errors import (
     VersionMismatch,
 )
 from .group import ANY_RANK, Group, GroupInfo, ReduceOp, init
-from .model import MemoryInfo, Model, Param, Unit
+from .mesh import Mesh
+from .model import MemoryInfo, Model
+from .options import Precision, Strategy
 from .scaler import ScalerInfo, ShardedGradScaler
 from .store import Store
 from .tensor import Tensor, copy, from_dlpack, shard, shard_extent, zeros
+from .unit import Meta, Param, ParamInfo, Unit, UnitInfo
 from .work import Work
 
 __version__ = f"{abi.VERSION_MAJOR}.{abi.VERSION_MINOR}.{abi.VERSION_PATCH}"
@@ -63,22 +67,28 @@ __all__ = [
     "InvalidArgument",
     "InvalidState",
     "MemoryInfo",
+    "Mesh",
+    "Meta",
     "Mismatch",
     "Model",
     "OutOfMemory",
     "Param",
+    "ParamInfo",
     "PeerLost",
     "Pending",
+    "Precision",
     "ReduceOp",
     "RendezvousFailed",
     "ScalerInfo",
     "ShardedGradScaler",
     "Store",
+    "Strategy",
     "StructSizeError",
     "SystemFailure",
     "Tensor",
     "Timeout",
     "Unit",
+    "UnitInfo",
     "Unsupported",
     "VersionMismatch",
     "Work",

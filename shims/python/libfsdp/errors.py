@@ -146,6 +146,8 @@ del BY_STATUS[0]
 
 # The library speaks of the C functions and their arguments. What Python calls otherwise:
 _OP_NAMES = ["sum", "avg", "prod", "min", "max", "band", "bor", "bxor"]
+_STRATEGIES = ["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_grad_op"]
+_STRATEGY = "|".join(_STRATEGIES).upper()
 _IN_PYTHON = [
     (re.compile(r"^op (\d)(?= is not defined)"), lambda found: f"op {_OP_NAMES[int(found[1])]!r}"),
     (re.compile(r"use SUM and divide"), "use 'sum' and divide"),
@@ -155,6 +157,12 @@ _IN_PYTHON = [
     (re.compile(r"\bfsdp_scaler_(\w+)"), r"\1"),
     (re.compile(r"\bfsdp_model_(\w+)"), r"Model.\1"),
     (re.compile(r"\b(?:options(?:\.|->))?timeout_ms\b"), "timeout"),
+    (re.compile(r"\buse fsdp_model_create_on_mesh\b"), "give Model a Mesh"),
+    (re.compile(r"\bfsdp_unit_(\w+)"), r"Unit.\1"),
+    (re.compile(r"\boptions(?:\.|->|: )(?=\w+ is )"), ""),
+    (re.compile(r"\bstrategy is ([1-5])(?=,)"), lambda found: f"strategy is {_STRATEGIES[int(found[1]) - 1]!r}"),
+    (re.compile(rf"\bFSDP_({_STRATEGY})\b"), lambda found: repr(found[1].lower())),
+    (re.compile(r"(?<=': )shard_dim(?= is )"), "dim"),
 ]
 
 

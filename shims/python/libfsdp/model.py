@@ -1,8 +1,8 @@
-"""Fully sharded parameters: a Model over a group, and its Units.
+"""Fully sharded parameters: a Model over a group or a mesh. Its Units are in unit.py.
 
-A unit is one all-gather group of parameters. Between uses each rank holds only its rows of each parameter ("shard"),
+A unit is one all-gather group of parameters. Between uses each rank holds only its part of each parameter ("shard"),
 which its optimizer updates. Around forward and backward the whole parameters ("full") are there, and afterwards the
-gradients' rows, reduced over the ranks ("grad"). A host calls, for every unit and in the same order on every rank:
+gradients' parts, reduced over the ranks ("grad"). A host calls, for every unit and in the same order on every rank:
 
     unit.pre_forward()     full parameters          unit.post_forward()        sharded again
     unit.pre_backward()    full again               unit.post_backward(grads)  gradients to the shards
@@ -13,73 +13,129 @@ nothing to do. All calls for one model come from one thread at a time. `libfsdp.
 
 import contextlib
 import ctypes
+import os
+import weakref
 from collections.abc import Iterable, Mapping
-from ctypes import POINTER, byref, c_double, c_int32, c_void_p
+from ctypes import POINTER, byref, c_double, c_void_p
 from dataclasses import dataclass
 
 from . import abi
 from .borrow import borrow
+from .callbacks import call
 from .errors import InvalidArgument, check
 from .group import Group
-from .handle import Handle, real, text
-from .tensor import Tensor
-from .work import start
+from .handle import Handle, integer, real, text
+from .mesh import Mesh
+from .options import backward_prefetch_code, precision_pointer, reshard_code, strategy_code
 
 lib = abi.lib
-_STATES = {
-    abi.FSDP_UNIT_SHARDED: "sharded",
-    abi.FSDP_UNIT_UNSHARDING: "unsharding",
-    abi.FSDP_UNIT_UNSHARDED: "unsharded",
-}
 
 
 @dataclass(frozen=True)
 class MemoryInfo:
-    """Bytes of tensor data, from `Model.memory()`."""
+    """Bytes, from `Model.memory()`: of this rank, and (host_...) of all ranks of the model together, what they share
+    counted once. Of shards and gradients without alignment; of full parameters, the slots."""
 
-    shards: int  # this rank's parameter shards
-    gradients: int  # this rank's sharded gradients and accumulation buffers
-    unsharded: int  # full parameters: this rank's own, or shared and counted once a host
-    unsharded_peak: int  # the most that there was of them
-    host_parameters: int  # all ranks' shards and full parameters, as held by the whole host
-    total_parameters: int  # the model's parameters, were they all there at once
-    reduced_bytes: int  # gradient bytes given to reductions by this rank so far
-    published_bytes: int  # shard bytes written by this rank's unshards so far
+    shards: int
+    gradients: int  # sharded gradients and accumulation buffers
+    unsharded: int  # slots; shared ones count on every rank that uses them
+    staging: int  # shared memory of the model's groups, but for slots
+    shards_peak: int
+    gradients_peak: int
+    unsharded_peak: int
+    host_shards: int
+    host_gradients: int  # as if all ranks were as this one
+    host_unsharded: int
+    host_unsharded_peak: int
+    total_parameters: int  # the model's parameters in their own dtype, once, were they all there
+    largest_unit: int  # full bytes of the largest unit
+    slots: int  # how many, now
+    published_bytes: int  # sums over units of what `Unit.info()` counts
+    reduced_bytes: int
+    replicated_bytes: int
+
+    @property
+    def host_parameters(self):
+        """All ranks' shards and full parameters, as held by the whole host."""
+        return self.host_shards + self.host_unsharded
 
 
 class Model:
-    """The root of a sharded model: the group that parameters are sharded over, and the state of an iteration.
+    """The root of a sharded model: the ranks that parameters are sharded over, and the state of an iteration.
 
-    group                  a Group; not collective
+    group                  a Group (not collective), or a Mesh (collective, with the same options)
     name                   for messages
-    reshard_after_forward  False: parameters stay full from forward to backward, for more memory and less traffic.
-                           Where no backward follows, call `Unit.reshard`: else the next forward uses the same values
+    strategy               a Strategy, or its name: "full_shard" (None), "shard_grad_op", "no_shard", "hybrid_shard",
+                           "hybrid_shard_grad_op"; the last two need a Mesh of two dimensions or more
+    reshard_after_forward  None: as the strategy says. False: parameters stay full from forward to backward, for more
+                           memory and less traffic; where no backward follows, call `Unit.reshard`, else the next
+                           forward uses the same values. An integer n of 2 or more, which divides the ranks: resharded
+                           over groups of n neighbouring ranks
+    precision              a Precision: dtypes of computation, reduction, outputs and buffers
     private_unshard        True: full parameters in each rank's own memory, filled by all-gather. False: one copy a
                            host, in shared memory, where the transport can
-    gradient_divisor       gradients are summed over the ranks and divided by this; None: the group's size
+    sync_module_states     True: units begin with the values of the model's rank 0; the others' are not read
+    gradient_divisor       gradients are summed over the ranks and divided by this; None: the number of ranks
+    shard_dim              on a Mesh, the dimension that parameters are sharded over. None: all; hybrid: the last
+    replicate_dim          hybrid, on a Mesh: the dimension of replicas. None: the one before the last
+    forward_prefetch       so many units are unsharded ahead in forward
+    backward_prefetch      "pre": the unit that backward needs next is unsharded before this one's gradients are
+                           computed; "post": after; None: not ahead
+    prefetch_limit         no prefetch begins while so many units are full or becoming so; None: 4
+    offload_dir            a folder on a local disk: shards and sharded gradients live in an unnamed file there, of which
+                           memory holds what is in use; None: in memory
+
+    Raises InvalidArgument for options that contradict each other, and for dimensions that the mesh does not have.
     """
 
     def __init__(
-        self, group, name=None, *, reshard_after_forward=True, private_unshard=False, gradient_divisor=None
+        self,
+        group,
+        name=None,
+        *,
+        strategy=None,
+        reshard_after_forward=None,
+        precision=None,
+        private_unshard=False,
+        sync_module_states=False,
+        gradient_divisor=None,
+        shard_dim=None,
+        replicate_dim=None,
+        forward_prefetch=0,
+        backward_prefetch=None,
+        prefetch_limit=None,
+        offload_dir=None,
     ):
-        if not isinstance(group, Group):
-            raise TypeError(f"group: {type(group).__name__} is not a libfsdp.Group; Group.single() is one of one rank")
+        if not isinstance(group, (Group, Mesh)):
+            raise TypeError(
+                f"group: {type(group).__name__} is neither a libfsdp.Group nor a Mesh; Group.single() is one of one rank"
+            )
         options = abi.fsdp_model_options()
         options.name = text(name, "name")
-        options.no_reshard_after_forward = not reshard_after_forward
+        options.strategy = strategy_code(strategy)
+        options.reshard_after_forward = reshard_code(reshard_after_forward)
+        options.precision = precision_pointer(precision)
         options.private_unshard = bool(private_unshard)
-        if gradient_divisor is not None:
-            gradient_divisor = real(gradient_divisor, "gradient_divisor")
-            if not gradient_divisor > 0:
-                raise InvalidArgument(f"gradient_divisor: {gradient_divisor!r}; give a positive number")
-            options.gradient_divisor = gradient_divisor
+        options.sync_module_states = bool(sync_module_states)
+        options.gradient_divisor = _divisor(gradient_divisor)
+        options.shard_dim = text(shard_dim, "shard_dim")
+        options.replicate_dim = text(replicate_dim, "replicate_dim")
+        options.forward_prefetch = _count(forward_prefetch, "forward_prefetch", 0)
+        options.backward_prefetch = backward_prefetch_code(backward_prefetch)
+        if prefetch_limit is not None:
+            options.prefetch_limit = _count(prefetch_limit, "prefetch_limit", 1)
+        if offload_dir is not None:
+            options.offload_dir = text(os.fsdecode(offload_dir), "offload_dir")
         pointer = c_void_p()
-        check(lib.fsdp_model_create(group._handle, options, byref(pointer)))
+        create = lib.fsdp_model_create if isinstance(group, Group) else lib.fsdp_model_create_on_mesh
+        check(create(group._handle, options, byref(pointer)))
         self._owned = Handle(pointer, lib.fsdp_model_release)
-        self.group = group
+        self.group = group if isinstance(group, Group) else group.group()  # of a mesh, the whole
         self.name = name or "model"
-        self.reshard_after_forward = bool(reshard_after_forward)
-        self._sync = True
+        self.precision = precision
+        self._sync = self._all_reduce = True
+        self._zeroed = 0  # how often gradients were
+        self._units = []  # weak references, in the order of their making
 
     @property
     def _handle(self):
@@ -91,27 +147,53 @@ class Model:
     def __reduce__(self):
         raise TypeError("a libfsdp.Model can't be copied or pickled: make another one of the same group")
 
-    def unit(self, name, params, *, frozen=()):
-        """Make a Unit of this model: `Unit(self, name, params, frozen=frozen)`. Collective."""
-        return Unit(self, name, params, frozen=frozen)
+    def unit(self, name, params, **options):
+        """Make a Unit of this model: `Unit(self, name, params, **options)`. Collective."""
+        from .unit import Unit  # here, not above: unit.py needs this module
+
+        return Unit(self, name, params, **options)
+
+    def units(self):
+        """The Units that somebody holds and that are not closed, in the order of their making."""
+        alive = [unit for unit in (reference() for reference in self._units) if unit is not None]
+        return [unit for unit in alive if unit._owned is not None]
+
+    def _add(self, unit):
+        self._units = [reference for reference in self._units if reference() is not None]
+        self._units.append(weakref.ref(unit))
 
     def finish_backward(self):
         """Backward is over: wait for reductions under way, reshard every unit. The optimizer's turn comes next."""
-        check(lib.fsdp_model_finish_backward(self._handle))
+        call(lib.fsdp_model_finish_backward, self._handle)
 
     def zero_grad(self):
-        """Sharded gradients, and what was accumulated without sync, to zero."""
+        """Sharded gradients, and what was accumulated without sync, to zero. An array that was taken of a `Param.grad`
+        before shows the old values until the next reduction overwrites them, or `finish_backward`, norms, clipping or
+        a read of `Param.grad` clears them."""
+        self._zeroed += 1
         check(lib.fsdp_model_zero_grad(self._handle))
 
     def reset(self):
-        """After an exception in the middle of forward or backward: every unit sharded, gradients dropped. Collective."""
-        check(lib.fsdp_model_reset(self._handle))
+        """After an exception in the middle of forward or backward: every unit sharded, gradients dropped, the order of
+        units forgotten. Collective; ranks that are still in the broken iteration get a Mismatch, and call it too."""
+        self._zeroed += 1
+        call(lib.fsdp_model_reset, self._handle)
 
     def set_gradient_sync(self, sync):
         """False: following `post_backward` calls only accumulate on this rank; True: they reduce, what was accumulated
-        included."""
+        included. For all units, those made later too; alike on all ranks."""
         check(lib.fsdp_model_set_gradient_sync(self._handle, bool(sync)))
         self._sync = bool(sync)
+
+    def set_all_reduce(self, all_reduce):
+        """False: with replicas, following `post_backward` calls reduce within the shard dimension only (NO_SHARD: they
+        only accumulate); True: over the replicas too, what was kept included. Alike on all ranks."""
+        check(lib.fsdp_model_set_all_reduce(self._handle, bool(all_reduce)))
+        self._all_reduce = bool(all_reduce)
+
+    def set_gradient_divisor(self, divisor):
+        """What sums of gradients are divided by; None: the number of ranks."""
+        check(lib.fsdp_model_set_gradient_divisor(self._handle, _divisor(divisor)))
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -122,6 +204,39 @@ class Model:
             yield self
         finally:
             self.set_gradient_sync(before)
+
+    @contextlib.contextmanager
+    def no_all_reduce(self):
+        """A block whose backward passes reduce within the shard dimension and send nothing to the replicas: for all
+        micro-batches but the last. Afterwards it is as before."""
+        before = self._all_reduce
+        self.set_all_reduce(False)
+        try:
+            yield self
+        finally:
+            self.set_all_reduce(before)
+
+    @contextlib.contextmanager
+    def summon_full_params(self, writeback=True):
+        """A block in which every unit has its full parameters, for use outside forward and backward: all of them at the
+        same time. As `Unit.summon_full_params`, for all units. Collective."""
+        with contextlib.ExitStack() as stack:
+            for unit in self.units():
+                stack.enter_context(unit.summon_full_params(writeback))
+            yield self
+
+    def broadcast(self, tensors):
+        """Give all ranks of the model the values of its rank 0, in place: buffers, say. What `sync_module_states` does for
+        parameters.
+
+        tensors: writable arrays, or a dict of them; equal shapes and dtypes on all ranks. Collective.
+        """
+        if isinstance(tensors, Mapping):
+            tensors = tensors.values()
+        elif not isinstance(tensors, Iterable) or hasattr(tensors, "__array__") or hasattr(tensors, "__dlpack__"):
+            raise TypeError(f"tensors: a {type(tensors).__name__} is neither a list of arrays nor a dict of them")
+        pointers = Pointers(borrow(tensor, f"tensors[{index}]", True) for index, tensor in enumerate(tensors))
+        check(lib.fsdp_model_broadcast(self._handle, pointers, len(pointers)))
 
     def grad_norm(self, p=2.0):
         """The p-norm of all sharded gradients over all ranks, as one vector: p = 1, 2, any other number above 0, or
@@ -164,204 +279,33 @@ class Model:
         return f"<libfsdp.Model {self.name!r}>"
 
 
-class Param:
-    """One parameter of a unit. Its tensors keep their addresses for the unit's life.
-
-    shard  this rank's rows, in the parameter's dtype, private memory; the host's to update between iterations
-    full   the whole parameter; its content is defined while the unit is unsharded; private to this rank
-    grad   this rank's rows of the gradient; None for a frozen parameter
-    """
-
-    def __init__(self, unit, index, name, frozen):
-        self.index, self.name, self.frozen = index, name, frozen
-        self.shard = unit._tensor(lib.fsdp_unit_param_shard, index)
-        self.full = unit._tensor(lib.fsdp_unit_param_full, index)
-        self.grad = None if frozen else unit._tensor(lib.fsdp_unit_param_grad, index)
-
-    def __reduce__(self):
-        raise TypeError(
-            "a libfsdp.Param can't be copied or pickled: it belongs to its unit; take .shard.numpy() or .full.numpy()"
-        )
-
-    @property
-    def shape(self):
-        return self.full.shape
-
-    @property
-    def dtype(self):
-        return self.full.dtype
-
-    def __repr__(self):
-        frozen = ", frozen" if self.frozen else ""
-        return f"<libfsdp.Param {self.name!r} {self.dtype}{self.shape}, here {self.shard.shape}{frozen}>"
+def _divisor(divisor):
+    """A gradient divisor for the C side: None is 0, the number of ranks."""
+    if divisor is None:
+        return 0.0
+    divisor = real(divisor, "gradient_divisor")
+    if not divisor > 0:
+        raise InvalidArgument(f"gradient_divisor: {divisor!r}; give a positive number")
+    return divisor
 
 
-def frozen_names(frozen, names):
-    """Which of `names` an argument `frozen` means: a set."""
-    if isinstance(frozen, bool) or frozen is None:
-        return set(names if frozen else ())
-    if isinstance(frozen, str):
-        frozen = [frozen]
-    try:
-        chosen = set(frozen)
-    except TypeError:
-        raise TypeError(f"frozen: {frozen!r} is neither a name, nor names, nor True") from None
-    for unknown in sorted(chosen.difference(names), key=str):
-        raise InvalidArgument(f"frozen: {unknown!r} is not one of the parameters: {', '.join(map(str, names))}")
-    return chosen
+def _count(value, name, least):
+    count = integer(value, name)
+    if count < least:
+        raise InvalidArgument(f"{name}: {count}; give {least} or more")
+    return count
 
 
-class Unit:
-    """Parameters that become full and sharded together.
+class Pointers:
+    """Passes as an array of `const DLTensor *`, and keeps what its pointers point to. Entries may be None."""
 
-    model   a Model
-    name    for messages
-    params  {name: array}, whole values, equal on all ranks: each rank copies its own rows. Names are unique in the
-            model; floats, at least one dimension. The arrays are not needed afterwards.
-    frozen  the names (or one name) of those that get no gradient (no memory and no traffic for it); True: all
-
-    Collective: all ranks give the same names, shapes and dtypes (Mismatch otherwise). It begins sharded.
-
-    `unit[name]` or `unit.params[index]` is a Param. The hooks and `unshard` wait for the other ranks inside the library:
-    Ctrl-C is answered when they return, at the latest after the group's timeout.
-    """
-
-    def __init__(self, model, name, params, *, frozen=()):
-        if not isinstance(model, Model):
-            raise TypeError(f"model: {type(model).__name__} is not a libfsdp.Model")
-        if not isinstance(name, str):
-            raise TypeError(f"name: {name!r} is not a string")
-        names = list(params)
-        frozen = frozen_names(frozen, names)
-        tensors = [borrow(params[key], f"params[{key!r}]") for key in names]
-        array = (abi.fsdp_param * len(names))()
-        for entry, key, tensor in zip(array, names, tensors):
-            entry.struct_size = ctypes.sizeof(abi.fsdp_param)
-            entry.name = text(key, "params")
-            entry.full = ctypes.pointer(tensor)
-            entry.frozen = key in frozen
-        pointer = c_void_p()
-        check(lib.fsdp_unit_create(model._handle, text(name, "name"), array, len(names), byref(pointer)))
-        self._owned = Handle(pointer, lib.fsdp_unit_release)
-        self.model, self.name = model, name
-        self.params = [Param(self, index, key, key in frozen) for index, key in enumerate(names)]
-        self._by_name = {param.name: param for param in self.params}
-
-    @property
-    def _handle(self):
-        handle = self._owned
-        if handle is None:
-            raise InvalidArgument("the unit is closed")
-        return handle
-
-    def __reduce__(self):
-        raise TypeError("a libfsdp.Unit can't be copied or pickled: make another one of the same values")
-
-    def _tensor(self, function, index):
-        handle = self._handle
-
-        def once_more():
-            managed = POINTER(abi.DLManagedTensorVersioned)()
-            check(function(handle, index, byref(managed)))
-            return managed
-
-        return Tensor(once_more(), once_more)
-
-    def __getitem__(self, name):
-        return self._by_name[name]
-
-    def __iter__(self):
-        return iter(self.params)
-
-    def __len__(self):
-        return len(self.params)
-
-    def pre_forward(self):
-        """Before the unit's forward: its parameters become full."""
-        check(lib.fsdp_unit_pre_forward(self._handle))
-
-    def post_forward(self):
-        """After it: sharded again, where the model reshards after forward."""
-        check(lib.fsdp_unit_post_forward(self._handle))
-
-    def pre_backward(self):
-        """Before its backward: full again."""
-        check(lib.fsdp_unit_pre_backward(self._handle))
-
-    def post_backward(self, grads, *, async_op=False):
-        """After its backward: reduce the gradients to the shards' `grad`, and reshard.
-
-        grads: {parameter's name: array}, or an iterable with one entry for each parameter; this rank's gradient of the
-        full parameter, in its shape and dtype. What is missing or None (frozen, or unused on this rank) counts as zeros.
-        Summed over the ranks, divided, and added to what `grad` holds. With gradient sync off, only accumulated here.
-        async_op=True returns a Work; `Model.finish_backward` waits for it.
-        """
-        if isinstance(grads, Mapping):
-            for unknown in set(grads) - self._by_name.keys():
-                raise InvalidArgument(f"grads: {unknown!r} is not a parameter of unit {self.name!r}")
-            grads = [grads.get(param.name) for param in self.params]
-        elif not isinstance(grads, Iterable) or hasattr(grads, "__array__") or hasattr(grads, "__dlpack__"):
-            raise TypeError(
-                f"grads: {'None' if grads is None else 'a ' + type(grads).__name__} is neither a dict of arrays nor a list "
-                "of them; give {} when there are none"
-            )
-        else:
-            grads = list(grads)
-        if len(grads) != len(self.params):
-            raise InvalidArgument(f"grads: {len(grads)} entries for {len(self.params)} parameters")
-        keep = _Gradients(grads, self.params)
-        return self._do(lib.fsdp_unit_post_backward, (keep, len(self.params)), async_op)
-
-    def unshard(self, *, async_op=False):
-        """Make the parameters full, outside the hooks. Collective. Does nothing when they are."""
-        return self._do(lib.fsdp_unit_unshard, (), async_op)
-
-    def _do(self, function, args, async_op):
-        if async_op:
-            return start(function, self._handle, args, None, self.model.group)
-        check(function(self._handle, *args, None))
-        return None
-
-    def reshard(self):
-        """Sharded again. Edits of the full parameters are dropped."""
-        check(lib.fsdp_unit_reshard(self._handle))
-
-    def shard_changed(self):
-        """Say that a shard's values changed at a time other than between `Model.finish_backward` and the next
-        `pre_forward`: the next unshard publishes them."""
-        check(lib.fsdp_unit_shard_changed(self._handle))
-
-    @property
-    def state(self):
-        """ "sharded", "unsharding" or "unsharded"."""
-        state = c_int32()
-        check(lib.fsdp_unit_query_state(self._handle, byref(state)))
-        return _STATES.get(state.value, f"state {state.value}")
-
-    def close(self):
-        """Give the unit back; a second close does nothing. Its tensors stay valid for as long as something holds them."""
-        self._owned = None
-        self.params, self._by_name = [], {}
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        self.close()
-
-    def __repr__(self):
-        return f"<libfsdp.Unit {self.name!r} of {len(self.params)} parameters>"
-
-
-class _Gradients:
-    """Passes as an array of `const DLTensor *`, and keeps what its pointers point to."""
-
-    def __init__(self, grads, params):
-        self._tensors = [
-            None if grad is None else borrow(grad, f"grads[{param.name!r}]") for grad, param in zip(grads, params)
-        ]
-        self._array = (POINTER(abi.DLTensor) * len(params))()
+    def __init__(self, tensors):
+        self._tensors = list(tensors)
+        self._array = (POINTER(abi.DLTensor) * max(1, len(self._tensors)))()
         for index, tensor in enumerate(self._tensors):
             if tensor is not None:
                 self._array[index] = ctypes.pointer(tensor)
         self._as_parameter_ = ctypes.cast(self._array, POINTER(POINTER(abi.DLTensor)))
+
+    def __len__(self):
+        return len(self._tensors)
