@@ -29,7 +29,8 @@ import numpy as np
 
 from .errors import InvalidArgument
 from .group import Group
-from .model import Model, frozen_names
+from .model import Model
+from .unit import each_of, frozen_names
 
 # ---- Layers ----------------------------------------------------------------------------------------------------------
 
@@ -229,15 +230,22 @@ class Adam:
 class ShardedLayer(Layer):
     """A layer whose own parameters are a unit of libfsdp.
 
-    names: {key in layer.params: full name}.
+    names: {key in layer.params: full name}. With a `Precision`, x is cast to its `param` and y to its `output`; what
+    backward takes and gives has the dtypes that y and x had, as if the casts were layers.
     """
 
-    def __init__(self, layer, model, name, names, frozen):
+    def __init__(self, layer, model, name, names, frozen, dims):
         super().__init__()
         self.layer = layer
         whole = {full_name: layer.params[key] for key, full_name in names.items()}
-        self.unit = model.unit(name or "root", whole, frozen=[full_name for full_name in whole if full_name in frozen])
+        self.unit = model.unit(
+            name or "root",
+            whole,
+            frozen=[full_name for full_name in whole if full_name in frozen],
+            dim={full_name: dims[full_name] for full_name in whole},
+        )
         self._keys = {full_name: key for key, full_name in names.items()}
+        self._dtypes = {}  # with a precision: what the last forward cast from
         for param in self.unit:
             layer.params[self._keys[param.name]] = param.full.numpy()  # this memory, from here on
         layer.in_unit = True
@@ -247,20 +255,39 @@ class ShardedLayer(Layer):
 
     def forward(self, x):
         self.unit.pre_forward()
-        y = self.layer.forward(x)
+        y = self.layer.forward(self._cast(x, "input"))
         self.unit.post_forward()
-        return y
+        return self._cast(y, "output")
 
     def backward(self, dy):
         self.unit.pre_backward()
-        dx = self.layer.backward(dy)
+        dx = self.layer.backward(self._cast_back(dy, "output"))
         grads, self.layer.grads = self.layer.grads, {}
-        self.unit.post_backward([None if param.frozen else grads.get(self._keys[param.name]) for param in self.unit])
-        return dx
+        self.unit.post_backward([self._gradient(param, grads) for param in self.unit])
+        return self._cast_back(dx, "input")
+
+    def _gradient(self, param, grads):
+        key = self._keys[param.name]
+        gradient = None if param.frozen else grads.get(key)
+        if gradient is None or self.unit.model.precision is None:
+            return gradient
+        return gradient.astype(self.layer.params[key].dtype, copy=False)  # a wider one, where inputs are kept so
+
+    def _cast(self, array, kind):
+        if self.unit.model.precision is None:
+            return array
+        self._dtypes[kind] = array.dtype
+        cast = self.unit.cast(array, kind)
+        return array if cast is array else cast.numpy()
+
+    def _cast_back(self, slope, kind):
+        """Backward of _cast."""
+        dtype = self._dtypes.get(kind)
+        return slope if dtype is None or slope is None else slope.astype(dtype, copy=False)
 
     def parameters(self, prefix=""):
         own = [
-            Parameter(prefix + self._keys[param.name], param.shard.numpy(), lambda grad=param.grad.numpy(): grad)
+            Parameter(prefix + self._keys[param.name], param.shard.numpy(), _sharded_gradient(param))
             for param in self.unit
             if not param.frozen
         ]
@@ -275,13 +302,19 @@ class ShardedLayer(Layer):
         raise InvalidArgument("zero_grad: call that of the whole FullySharded layer")
 
 
+def _sharded_gradient(param):
+    """`Parameter.grad` of a shard: None while it is frozen."""
+    gradient = param.grad.numpy()
+    return lambda: None if param.frozen else gradient
+
+
 class FullySharded(Layer):
     """A layer, or layers, sharded over a group: made by `fully_shard`, used like the layer that it was made from.
 
     The shards are this rank's to write at any time outside forward and backward: by an optimizer's step, from a
     checkpoint, swapped for averages and back (`parameter.value[...] = ...`). Each forward, `unsharded` and
     `full_parameters` see what the shards hold then, on all ranks; backward uses what its forward used. Writing to the
-    whole parameters, a layer's `params`, changes no shard and is dropped.
+    whole parameters, a layer's `params`, changes no shard and is dropped, but for `summon_full_params`.
 
     It can't be copied or pickled: copy the layers before `fully_shard`, or store `full_parameters()`.
     """
@@ -291,26 +324,30 @@ class FullySharded(Layer):
         self.layer, self.model = layer, model
         self._sharded, self._names = sharded, names
         self._whole = False  # inside `unsharded`
+        self._forward_only = False  # a forward that no backward has followed yet
 
     def __reduce__(self):
         raise _copied(self)
 
     def forward(self, x):
-        if not self.model.reshard_after_forward and not self._whole:
-            for unit in self.units():  # still full after a forward that no backward followed; the shards may have changed
+        if self._forward_only and not self._whole:
+            for unit in self.units():  # full still, where the strategy keeps them so; the shards may have changed
                 unit.reshard()
+        self._forward_only = True
         return self.layer.forward(x)
 
     def backward(self, dy):
         dx = self.layer.backward(dy)
         self.model.finish_backward()
+        self._forward_only = False
         return dx
 
     def parameters(self, prefix=""):
-        """This rank's shards, for its optimizer. Frozen parameters are not among them."""
+        """This rank's shards, for its optimizer. Parameters that are frozen now are not among them; of those that
+        `set_frozen` freezes later, `grad()` is None while they are."""
         params = {param.name: param for unit in self.units() for param in unit}
         return [
-            Parameter(prefix + name, params[name].shard.numpy(), lambda grad=params[name].grad.numpy(): grad)
+            Parameter(prefix + name, params[name].shard.numpy(), _sharded_gradient(params[name]))
             for name in self._names
             if not params[name].frozen
         ]
@@ -323,32 +360,42 @@ class FullySharded(Layer):
         sends the sum."""
         return self.model.no_sync()
 
+    def no_all_reduce(self):
+        """A block whose backward passes, on a mesh with replicas, reduce within the shard dimension only; the next one
+        outside it sends the sum to the replicas."""
+        return self.model.no_all_reduce()
+
     def full_parameters(self):
-        """{name: whole array}, copies, the same on all ranks. Collective."""
-        values = {}
-        for unit in self.units():
-            unit.unshard()
-            values |= {param.name: param.full.numpy().copy() for param in unit}
-            unit.reshard()
+        """{name: whole array}, copies in the shards' dtype, the same on all ranks. Collective."""
+        values = {param.name: unit.gather_param(param.name).numpy() for unit in self.units() for param in unit}
         return {name: values[name] for name in self._names}
+
+    def set_frozen(self, names, frozen=True):
+        """Freeze parameters (a name, or names as `parameters()` gives them), or train them again. Alike on all ranks."""
+        chosen = frozen_names([names] if isinstance(names, str) else names, self._names)
+        for unit in self.units():
+            for param in unit:
+                if param.name in chosen:
+                    unit.set_frozen(param.name, frozen)
 
     def units(self):
         """The units, in the order in which the layers stand in the model."""
         return [sharded.unit for sharded in self._sharded]
 
-    @contextlib.contextmanager
     def unsharded(self):
         """A block in which every layer has its whole parameters, for use outside forward and backward. Collective."""
-        units = self.units()
-        for unit in units:
-            unit.unshard()
+        return self.summon_full_params(writeback=False)
+
+    @contextlib.contextmanager
+    def summon_full_params(self, writeback=True):
+        """The same, and what this rank changes in them is in its shards afterwards, unless the block ends with an
+        exception. Ranks that change them alike stay alike."""
         self._whole = True
         try:
-            yield self
+            with self.model.summon_full_params(writeback):
+                yield self
         finally:
             self._whole = False
-            for unit in units:
-                unit.reshard()
 
 
 def _copied(layer):
@@ -358,13 +405,14 @@ def _copied(layer):
     )
 
 
-def fully_shard(layer, group=None, *, frozen=(), **options):
-    """Shard `layer` over `group` and return a FullySharded layer in its place; None: a group of this process alone.
+def fully_shard(layer, group=None, *, frozen=(), dim=0, **options):
+    """Shard `layer` over `group`, a Group or a Mesh, and return a FullySharded layer in its place; None: a group of this
+    process alone.
 
     Every layer with parameters of its own becomes one unit, also inside others, however deep (see Layer). Collective:
     all ranks give equal layers. `frozen` names parameters that are not trained, as `parameters()` names them
-    ("0.weight"); True: all. Other options as for `libfsdp.Model`: reshard_after_forward, private_unshard,
-    gradient_divisor.
+    ("0.weight"); True: all. `dim`: the dimension that is cut over the ranks, one for all, or {name: dimension}. Other options as for
+    `libfsdp.Model`: strategy, reshard_after_forward, precision, sync_module_states, ...
 
     Raises InvalidArgument for a layer that is sharded already, one that stands in two places, and for parameters that
     are listed by `parameters()` but not found in a layer's `params`, or the other way round.
@@ -377,11 +425,12 @@ def fully_shard(layer, group=None, *, frozen=(), **options):
     names = _names(found, listed)
     order = [parameter.name for parameter in listed]
     frozen = frozen_names(frozen, order)
+    dims = dict(zip(order, each_of(dim, order, "dim", 0)))
     model = Model(Group.single() if group is None else group, **options)
     sharded = []
     for place, home, key, inner in found:
         if inner.params:
-            home[key] = ShardedLayer(inner, model, place, names[place], frozen)
+            home[key] = ShardedLayer(inner, model, place, names[place], frozen, dims)
             sharded.append(home[key])
     return FullySharded(outermost[""], model, sharded, order)
 
