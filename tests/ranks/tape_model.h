@@ -15,7 +15,7 @@
 #define LAYERS 6
 #define ROWS 24 /* of a batch, at most; a row of the attention model is a sequence */
 #define SEQUENCE 5
-#define WIDE 16 /* the widest row of data */
+#define WIDE 24 /* the widest row of data */
 #define MICROS 6
 
 enum kind { MLP, ATTENTION };
