@@ -340,12 +340,14 @@ fsdp_status model_finish_backward(fsdp_model *model)
     TRY(group_usable(model->group));
     struct units units;
     TRY(units_hold(model, &units));
+    fsdp_error_info before = {.status = FSDP_OK}; /* what has failed already is why others fail from here on */
+    for (int32_t i = 0; i < units.n && before.status == FSDP_OK; i++) before = units.at[i]->lost;
     (void)model_replicate(model); /* its failure is the unit's */
     fsdp_status status = settle_all(&units);
     units_drop(&units);
     slots_free(model); /* also those of units that have gone: at one place in the order of calls */
     schedule_end(model);
-    return status;
+    return before.status == FSDP_OK ? status : err_restore(&before);
 }
 
 fsdp_status model_zero_grad(fsdp_model *model)
