@@ -319,3 +319,193 @@ Test(alloc_fail, models_and_units)
 {
     for (kind = 0; kind < 2; kind++) try_all(train);
 }
+
+/* ---- a model with all that there is: hybrid on a mesh, low precision, prefetch lists, tied parameters, ones that are cut
+ * in their second dimension, one that is frozen. A refusal in the middle of a step is got over by a reset. */
+
+#define BF16 ((DLDataType){kDLBfloat, 16, 1})
+#define NEXT(call)                                                                                                     \
+    if (got == FSDP_OK) got = (call)
+
+struct whole {
+    fsdp_group *group;
+    fsdp_mesh *mesh;
+    fsdp_model *model;
+    fsdp_scaler *scaler;
+    fsdp_unit *units[2];
+    DLManagedTensorVersioned *grads[2][3], *full;
+};
+
+enum { A = 6 * 5, B = 7 }; /* elements of a unit's two matrices, and of its vector */
+
+static DLTensor matrix(void *data, DLDataType type)
+{
+    static int64_t shape[2] = {6, 5};
+    return (DLTensor){.data = data, .device = {kDLCPU, 0}, .ndim = 2, .dtype = type, .shape = shape};
+}
+
+static fsdp_status whole_make(int rank, struct whole *w)
+{
+    static const int64_t sizes[][2] = {{2, 1}, {1, 2}};
+    static const char *const dims[] = {"replicate", "shard"};
+    static const char *const names[2][3] = {{"a.m", "a.tied", "a.v"}, {"b.m", "b.cut", "b.frozen"}};
+    fsdp_precision precision = {.struct_size = sizeof precision, .param_dtype = BF16, .reduce_dtype = F32};
+    fsdp_model_options options = {.struct_size = sizeof options,
+                                  .strategy = FSDP_HYBRID_SHARD,
+                                  .private_unshard = kind / 2,
+                                  .precision = &precision,
+                                  .gradient_divisor = 1,
+                                  .backward_prefetch = FSDP_BACKWARD_PRE,
+                                  .forward_prefetch = 1,
+                                  .sync_module_states = 1};
+    fsdp_scaler_options scaling = {.struct_size = sizeof scaling};
+    fsdp_status got = FSDP_OK;
+    float values[3][A];
+    NEXT(fsdp_mesh_create(w->group, 2, sizes[kind % 2], dims, &w->mesh));
+    NEXT(fsdp_model_create_on_mesh(w->mesh, &options, &w->model));
+    NEXT(fsdp_scaler_create(w->group, &scaling, &w->scaler));
+    for (int u = 0; u < 2; u++) {
+        for (int i = 0; i < 3; i++)
+            for (int k = 0; k < A; k++) values[i][k] = (float)(u * 100 + i * 30 + k) * (float)(rank == 0);
+        DLTensor m = matrix(values[0], F32), second = matrix(u ? values[1] : values[0], F32),
+                 v = *crew_tensor(values[2], F32, B);
+        fsdp_param params[3] = {{.struct_size = sizeof *params, .name = names[u][0], .full = &m},
+                                {.struct_size = sizeof *params, .name = names[u][1], .full = &second},
+                                {.struct_size = sizeof *params, .name = names[u][2], .full = &v, .frozen = u}};
+        if (u) params[1].shard_dim = 1;
+        NEXT(fsdp_unit_create(w->model, u ? "b" : "a", params, 3, NULL, &w->units[u]));
+        for (int i = 0; i < 3; i++)
+            if (i < 2 || !u) NEXT(fsdp_unit_param_grad(w->units[u], i, &w->grads[u][i]));
+    }
+    NEXT(fsdp_unit_param_full(w->units[1], 0, &w->full));
+    NEXT(fsdp_unit_set_prefetch(w->units[0], FSDP_FORWARD, &w->units[1], 1));
+    NEXT(fsdp_unit_set_prefetch(w->units[1], FSDP_BACKWARD, &w->units[0], 1));
+    return got;
+}
+
+/* Two micro-batches, the first without sync; all gradients are 2 in bf16. */
+static fsdp_status whole_step(struct whole *w)
+{
+    fsdp_status got = FSDP_OK;
+    uint16_t twos[2][A], spaced[2 * A];
+    int64_t strides[] = {10, 2};
+    DLManagedTensorVersioned *made = NULL;
+    fsdp_work *work[2] = {NULL, NULL};
+    double norm;
+    int32_t step;
+    float buffer[3] = {1, 2, 3};
+    const DLTensor *buffers[] = {crew_tensor(buffer, F32, 3)};
+    for (int k = 0; k < 2 * A; k++) spaced[k] = twos[k / A][k % A] = 0x4000;
+    NEXT(fsdp_model_zero_grad(w->model));
+    NEXT(fsdp_model_broadcast(w->model, buffers, 1));
+    for (int micro = 0; micro < 2; micro++) {
+        NEXT(fsdp_model_set_gradient_sync(w->model, micro));
+        for (int u = 0; u < 2; u++) {
+            NEXT(fsdp_unit_pre_forward(w->units[u]));
+            NEXT(fsdp_unit_cast(w->units[u], FSDP_CAST_INPUT, buffers[0], &made));
+            if (made) made->deleter(made);
+            made = NULL;
+            if (u && got == FSDP_OK) {
+                DLTensor wide = matrix(NULL, F32);
+                float seen[A];
+                wide.data = seen;
+                OK(fsdp_copy(&w->full->dl_tensor, &wide));
+                for (int k = 0; k < A; k++) /* bf16 has 8 bits */
+                    CHECK(seen[k] == (float)(100 + k), "element %d is %g", k, (double)seen[k]);
+            }
+            NEXT(fsdp_unit_post_forward(w->units[u]));
+        }
+        for (int u = 1; u >= 0; u--) {
+            DLTensor m = matrix(twos[0], BF16), second = matrix(twos[1], BF16), v = *crew_tensor(twos[0], BF16, B);
+            if (micro) second.data = spaced;
+            if (micro) second.strides = strides;
+            const DLTensor *grads[] = {&m, &second, u ? NULL : &v};
+            NEXT(fsdp_unit_pre_backward(w->units[u]));
+            NEXT(fsdp_unit_post_backward(w->units[u], grads, 3, &work[u]));
+            if (got == FSDP_OK && micro == 0) {
+                fsdp_work_release(work[u]);
+                work[u] = NULL;
+            }
+        }
+        NEXT(fsdp_model_finish_backward(w->model));
+    }
+    for (int u = 0; u < 2; u++) {
+        if (work[u]) fsdp_work_wait(work[u], -1); /* it may use the gradients */
+        fsdp_work_release(work[u]);
+    }
+    NEXT(fsdp_scaler_unscale(w->scaler, w->model)); /* by 65536, on purpose not the loss's */
+    NEXT(fsdp_model_clip_grad_norm(w->model, 1e9, 2, 1, &norm));
+    NEXT(fsdp_scaler_step(w->scaler, &step));
+    NEXT(fsdp_scaler_update(w->scaler));
+    NEXT(fsdp_unit_gather_param(w->units[1], 1, &made));
+    if (made) made->deleter(made);
+    return got;
+}
+
+static void whole_check(const struct whole *w)
+{
+    for (int u = 0; u < 2; u++)
+        for (int i = 0; i < 3; i++) {
+            if (!w->grads[u][i]) continue;
+            const DLTensor *t = &w->grads[u][i]->dl_tensor;
+            int64_t n = 1;
+            for (int d = 0; d < t->ndim; d++) n *= t->shape[d];
+            float want = (float)(!u && i < 2 ? 16 : 8) / 65536; /* of two ranks, twice; tied: by both names */
+            for (int64_t k = 0; k < n; k++)
+                CHECK(((const float *)t->data)[k] == want, "gradient %d of unit %d is %g, not %g", i, u,
+                      (double)((const float *)t->data)[k], (double)want);
+        }
+}
+
+/* What this rank had, for the other one; what the other had. */
+static void tell(int stage, int rank, fsdp_status got)
+{
+    atomic_store(&crew->numbers[10 + 2 * stage + rank], got);
+    crew_raise(2 + 2 * stage + rank);
+}
+
+static fsdp_status other_had(int stage, int rank)
+{
+    crew_await(2 + 2 * stage + !rank, 1);
+    return (fsdp_status)atomic_load(&crew->numbers[10 + 2 * stage + !rank]);
+}
+
+static void whole(int rank)
+{
+    struct whole w = {.group = make(rank)};
+    arm(rank);
+    fsdp_status got = whole_make(rank, &w);
+    judge(rank, got);
+    tell(0, rank, got);
+    if (got == FSDP_OK && other_had(0, rank) == FSDP_OK) {
+        got = whole_step(&w);
+        int refused = disarm();
+        if (got == FSDP_OK && !refused) whole_check(&w);
+        judge(rank, got);
+        tell(1, rank, got);
+        if (got != FSDP_OK || other_had(1, rank) != FSDP_OK) {
+            OK(fsdp_model_reset(w.model));
+            fsdp_scaler_release(w.scaler); /* between whose calls it may be */
+            OK(fsdp_scaler_create(w.group, &(fsdp_scaler_options){.struct_size = sizeof(fsdp_scaler_options)},
+                                  &w.scaler));
+            OK(whole_step(&w));
+        }
+        whole_check(&w);
+    }
+    disarm();
+    for (int u = 0; u < 2; u++) {
+        for (int i = 0; i < 3; i++)
+            if (w.grads[u][i]) w.grads[u][i]->deleter(w.grads[u][i]);
+        if (u && w.full) w.full->deleter(w.full);
+        fsdp_unit_release(w.units[u]);
+    }
+    fsdp_scaler_release(w.scaler);
+    fsdp_model_release(w.model);
+    fsdp_mesh_release(w.mesh);
+    fsdp_group_release(w.group);
+}
+
+Test(alloc_fail, a_training_step_with_all_there_is)
+{
+    for (kind = 0; kind < 4; kind++) try_all(whole);
+}
