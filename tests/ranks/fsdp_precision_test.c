@@ -307,7 +307,7 @@ static uint64_t check_plan(struct rank *r, fsdp_group *group, fsdp_mesh *mesh, e
              c->reduce == NONE ? "as it comes" : dtype_name(c->reduce), c->keep, c->schedule);
     fsdp_model *model = model_of(group, mesh, layout, c);
     fsdp_unit *unit = unit_of(model, c);
-    static struct sums sums;
+    static _Thread_local struct sums sums;
     memset(&sums, 0, sizeof sums);
     for (int m = 0; c->schedule[m]; m++) {
         OK(fsdp_model_set_gradient_sync(model, c->schedule[m] != 'N'));
@@ -409,7 +409,7 @@ static int all_give(int r, int m, int i)
     return r >= 0 && m >= 0 && i >= 0;
 }
 
-static int holder; /* the rank with the large number: each rank's own copy, set alike */
+static _Thread_local int holder; /* the rank with the large number */
 
 /* h and w: 256 on one rank and 1 on the others; f: 40000 on each. */
 static double large_gradient(int r, int m, int i, int64_t k)

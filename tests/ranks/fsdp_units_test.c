@@ -317,8 +317,33 @@ static void rank_frozen_badly(struct rank *r)
     fsdp_group_release(group);
 }
 
+/* Sums that wait for the replicas are gradients under way, too. */
+static void rank_frozen_with_partials(struct rank *r)
+{
+    fsdp_group *group = group_make(r, 0, 0);
+    fsdp_model *model = layout_model(group, LAYOUT_HYBRID, NULL);
+    struct kit kit;
+    kit_make(model, "lora", lora, 3, 4, NULL, &kit);
+    OK(fsdp_model_set_all_reduce(model, 0));
+    kit_step(model, &kit, r->rank, 6);
+    REFUSED(fsdp_unit_set_frozen(kit.unit, 1, 1), FSDP_ERR_STATE, "'A'");
+    OK(fsdp_model_set_all_reduce(model, 1));
+    kit_step(model, &kit, r->rank, 6);
+    kit_expect_grads(&kit, r->size, 6, 2, "both micro-batches");
+    OK(fsdp_unit_set_frozen(kit.unit, 1, 1));
+    fsdp_unit_info before = kit_query(&kit);
+    kit_step(model, &kit, r->rank, 6);
+    fsdp_unit_info after = kit_query(&kit);
+    CHECK(after.reduced_bytes - before.reduced_bytes == LORA_BYTES / 2, "B goes over the shard dimension");
+    CHECK(after.replicated_bytes - before.replicated_bytes == LORA_BYTES / 2 / kit.size, "and its sums over the other");
+    kit_drop(&kit);
+    fsdp_model_release(model);
+    fsdp_group_release(group);
+}
+
 Test(fsdp_units, parameters_are_not_frozen_in_the_middle)
 {
+    ranks_run(4, rank_frozen_with_partials, NULL);
     ranks_run(1, rank_frozen_badly, NULL);
     ranks_run(2, rank_frozen_badly, NULL);
 }
