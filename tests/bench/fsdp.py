@@ -234,15 +234,16 @@ def offload(options, report, ranks):
     fleet.close()
     report.figure(f"{name}_vs_memory", row.ratio("file", "memory"))
     report.figure(f"{name}_prefetch_vs_memory", row.ratio("file, prefetch", "memory, prefetch"))
-    lines = [["", "forward and backward, MiB", "after the optimizer's step, MiB"]]
+    moments = {"forward": "after forward, MiB", "backward": "after backward, MiB", "step": "after the optimizer's step, MiB"}
+    lines = [["", *moments.values()]]
     for label, setup in setups.items():
         fleet = start(options, ranks, STEP_BYTES)
-        setup = f"u={STEP_UNITS}{setup}"
-        taken, after = (value(fleet, f"{task}/{setup}", STEP_BYTES) for task in ("resident", "resident_after"))
+        taken = [value(fleet, f"resident_{moment}/u={STEP_UNITS}{setup}", STEP_BYTES) / MIB for moment in moments]
         fleet.close()
-        lines.append([label, f"{taken / MIB:.1f}", f"{after / MIB:.1f}"])
-        report.figure(f"{name}_{label.replace(', ', '_')}_resident_mib", taken / MIB)
-    report.note("Resident memory of shards, gradients and full parameters, all ranks, at most", lines)
+        lines.append([label, *(f"{mib:.1f}" for mib in taken)])
+        for moment, mib in zip(moments, taken):
+            report.figure(f"{name}_{label.replace(', ', '_')}_resident_{moment}_mib", mib)
+    report.note("Resident memory of shards, gradients and full parameters, all ranks", lines)
 
 
 def suite(options, report):

@@ -289,7 +289,8 @@ static const char *find_model(const char *key, size_t bytes, struct model **foun
 
 enum use { NOTHING, TOUCH, COMPUTE, SAMPLE }; /* what is done with a unit between its hooks; SAMPLE: TOUCH, and look */
 
-static double peak, peak_after; /* of resident(), over SAMPLE: while units are used, and after the optimizer's step */
+/* resident() with SAMPLE: at most, and at three moments of the last iteration. */
+static double peak, after_forward, after_backward, after_step;
 
 static void use_forward(const struct unit *u, enum use use)
 {
@@ -380,12 +381,21 @@ static void optimize(struct model *m)
         }
 }
 
+static void look(enum use use, double *moment)
+{
+    if (use == SAMPLE) peak = fmax(peak, *moment = resident());
+}
+
 static fsdp_status iterate(struct model *m, enum use use, int async, int step)
 {
     fsdp_status status = forward(m, use);
-    if (status == FSDP_OK) status = backward(m, use, async);
-    if (status == FSDP_OK && step) optimize(m);
-    if (status == FSDP_OK && use == SAMPLE) peak_after = fmax(peak_after, resident());
+    if (status != FSDP_OK) return status;
+    look(use, &after_forward);
+    status = backward(m, use, async);
+    if (status != FSDP_OK) return status;
+    look(use, &after_backward);
+    if (step) optimize(m);
+    look(use, &after_step);
     HOOK(api->model_zero_grad(m->model));
     return status;
 }
@@ -477,27 +487,34 @@ static fsdp_status train(struct model *m, int64_t *took)
     return iterate(m, COMPUTE, 0, 1);
 }
 
-/* Resident bytes of all ranks that this model takes, at most, in three iterations. */
-static fsdp_status resident_peaks(struct model *m)
+/* Resident bytes of all ranks that this model takes, in three iterations. */
+static fsdp_status resident_in(struct model *m, int64_t *took, const double *moment)
 {
     fsdp_status status = FSDP_OK;
-    peak = peak_after = 0;
+    peak = 0;
     for (int i = 0; i < 3 && status == FSDP_OK; i++) status = iterate(m, SAMPLE, 0, 1);
+    *took = (int64_t)(*moment - m->before);
     return status;
 }
 
-static fsdp_status resident_bytes(struct model *m, int64_t *took)
+static fsdp_status resident_peak(struct model *m, int64_t *took)
 {
-    fsdp_status status = resident_peaks(m);
-    *took = (int64_t)(peak - m->before);
-    return status;
+    return resident_in(m, took, &peak);
 }
 
-static fsdp_status resident_after_bytes(struct model *m, int64_t *took)
+static fsdp_status resident_forward(struct model *m, int64_t *took)
 {
-    fsdp_status status = resident_peaks(m);
-    *took = (int64_t)(peak_after - m->before);
-    return status;
+    return resident_in(m, took, &after_forward);
+}
+
+static fsdp_status resident_backward(struct model *m, int64_t *took)
+{
+    return resident_in(m, took, &after_backward);
+}
+
+static fsdp_status resident_step(struct model *m, int64_t *took)
+{
+    return resident_in(m, took, &after_step);
 }
 
 /* And what the library says. */
@@ -539,8 +556,10 @@ static const struct {
     {"iterate", iterate_sync},
     {"iterate_async", iterate_async},
     {"train", train},
-    {"resident", resident_bytes},
-    {"resident_after", resident_after_bytes},
+    {"resident", resident_peak},
+    {"resident_forward", resident_forward},
+    {"resident_backward", resident_backward},
+    {"resident_step", resident_step},
     {"shards", shards_bytes},
     {"unsharded", unsharded_bytes},
     {"largest", largest_bytes},
