@@ -478,7 +478,8 @@ FSDP_API fsdp_status fsdp_coalesced(fsdp_group *group, const fsdp_collective *op
 
 /* A group's ranks as a grid of one or more named dimensions, row-major: rank = (c0 * n1 + c1) * n2 + c2 ...; so ranks
  * that differ in the last dimension only are neighbours. For each dimension a rank has a sub-group: the ranks that
- * share its coordinates in all others, in the order of their coordinate. */
+ * share its coordinates in all others, in the order of their coordinate. fsdp_group_abort of the group aborts those
+ * too, and the ones that models on the mesh make for themselves. */
 typedef struct fsdp_mesh fsdp_mesh;
 
 #define FSDP_MESH_MAX_DIMS 8
@@ -762,7 +763,7 @@ FSDP_API fsdp_status fsdp_unit_set_reshard_after_backward(fsdp_unit *unit, int32
 
 /* Call valid(unit, user) when the unit's full parameters have become valid, and invalid(unit, user) when they are about
  * to be so no longer, on the thread that makes the call by which it happens; NULL: no call. Hosts swap their parameters
- * there. The unit's tensors may be read and written inside, but no call may be made that changes a unit. */
+ * there. The unit's tensors may be read and written inside; calls that may change a unit return STATE. */
 typedef void (*fsdp_unit_fn)(fsdp_unit *unit, void *user);
 FSDP_API fsdp_status fsdp_unit_set_callbacks(fsdp_unit *unit, fsdp_unit_fn valid, fsdp_unit_fn invalid, void *user);
 

@@ -135,6 +135,7 @@ fsdp_status fsdp_model_broadcast(fsdp_model *model, const DLTensor *const *tenso
     CHECK_MODEL(model);
     CHECK_ARG(n >= 0, "n is %d: it can't be negative", n);
     CHECK_ARG(tensors || n == 0, "tensors is NULL, but n is %d", n);
+    for (int32_t i = 0; i < n; i++) CHECK_ARG(tensors[i], "tensors[%d] is NULL: every rank gives each tensor", i);
     return model_broadcast(model, tensors, n);
 }
 
@@ -289,7 +290,7 @@ fsdp_status fsdp_unit_unshard(fsdp_unit *unit, fsdp_work **work)
 fsdp_status fsdp_unit_reshard(fsdp_unit *unit)
 {
     CHECK_UNIT(unit);
-    TRY(group_usable(unit->model->group));
+    TRY(model_usable(unit->model));
     return unit_reshard(unit, RESHARD_RELEASE);
 }
 

@@ -121,7 +121,7 @@ static fsdp_status check_p(double p)
 fsdp_status model_grad_norm(fsdp_model *model, double p, double *norm)
 {
     TRY(check_p(p));
-    TRY(group_usable(model->group));
+    TRY(model_usable(model));
     struct units units;
     fsdp_status status = units_hold(model, &units);
     if (status == FSDP_OK) status = units_norm(model, &units, FSDP_OP_GRAD_NORM, units_hash(&units, p), p, norm);
@@ -147,7 +147,7 @@ fsdp_status model_clip_grad_norm(fsdp_model *model, double max_norm, double p, i
     TRY(check_p(p));
     CHECK_ARG(error_if_nonfinite == 0 || error_if_nonfinite == 1, "error_if_nonfinite is %d: 0 or 1",
               error_if_nonfinite);
-    TRY(group_usable(model->group));
+    TRY(model_usable(model));
     struct units units;
     double total;
     fsdp_status status = units_hold(model, &units);

@@ -150,6 +150,7 @@ struct fsdp_model {
     struct slot *slots;
     struct small_group *small;
     struct schedule schedule;
+    int32_t in_callback;  /* of the host: no unit may change meanwhile */
     int64_t awaiting;     /* number + 1 of the unit whose gradients are to be replicated next; 0: none */
     pthread_mutex_t lock; /* of the list and of the counts */
     fsdp_unit *units;     /* not held: a unit takes itself out when it goes */
@@ -158,6 +159,8 @@ struct fsdp_model {
 };
 
 int model_is(const fsdp_model *model);
+/* Its group is, and no callback of the host's is running, which may not change a unit. */
+fsdp_status model_usable(fsdp_model *model);
 fsdp_status model_create(fsdp_group *group, const fsdp_model_options *options, fsdp_model **out);
 fsdp_status model_create_on_mesh(fsdp_mesh *mesh, const fsdp_model_options *options, fsdp_model **out);
 void model_retain(fsdp_model *model);

@@ -114,6 +114,7 @@ static fsdp_status chunk_group(fsdp_unit *unit, fsdp_group **out)
         mem_free(small);
         return status;
     }
+    group_adopt(unit->shard_group, small->group);
     small->of = unit->shard_group;
     small->n = n;
     small->next = model->small;
@@ -212,6 +213,14 @@ static void drop_edits(fsdp_unit *unit)
     unit->faults = faults;
 }
 
+static void call_back(fsdp_unit *unit, fsdp_unit_fn fn)
+{
+    if (!fn) return;
+    unit->model->in_callback++;
+    fn(unit, unit->callback_user);
+    unit->model->in_callback--;
+}
+
 static void unshard_succeeded(fsdp_unit *unit)
 {
     if (unit->counts) {
@@ -225,7 +234,7 @@ static void unshard_succeeded(fsdp_unit *unit)
     }
     unit->state = FSDP_UNIT_UNSHARDED;
     unit->unseen = 1;
-    if (unit->valid) unit->valid(unit, unit->callback_user);
+    call_back(unit, unit->valid);
 }
 
 static void unshard_failed(fsdp_unit *unit)
@@ -288,7 +297,7 @@ static fsdp_status fill(fsdp_unit *unit, int reuse, fsdp_work **handle)
 static fsdp_status unshard(fsdp_unit *unit, int reuse, fsdp_work **handle, int *begun)
 {
     *begun = 0;
-    TRY(group_usable(unit->model->group));
+    TRY(model_usable(unit->model));
     TRY(unit_unshard_end(unit));
     if (unit->aliased || !unit->full_bytes) {
         unit->current = 1;
@@ -357,7 +366,7 @@ fsdp_status unit_reshard(fsdp_unit *unit, enum reshard how)
 {
     TRY(unit_unshard_end(unit));
     if (unit->state == FSDP_UNIT_UNSHARDED) {
-        if (unit->invalid) unit->invalid(unit, unit->callback_user);
+        call_back(unit, unit->invalid);
         unit->state = FSDP_UNIT_SHARDED;
         unit->ahead = 0;
         if (how == RESHARD_AFTER_FORWARD) drop_edits(unit); /* so that backward may find the slot as it was */

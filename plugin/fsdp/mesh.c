@@ -55,7 +55,9 @@ fsdp_status mesh_split(fsdp_mesh *mesh, uint32_t along, const char *name, fsdp_g
     fsdp_group_options options = mesh->group->options;
     options.name = name;
     options.transport = NULL;
-    return group_split(mesh->group, (int32_t)color, mesh->group->rank, &options, out);
+    TRY(group_split(mesh->group, (int32_t)color, mesh->group->rank, &options, out));
+    group_adopt(mesh->group, *out);
+    return FSDP_OK;
 }
 
 static fsdp_status compare(const fsdp_mesh *mesh)

@@ -14,6 +14,15 @@ int model_is(const fsdp_model *model)
     return model && ref_is(&model->ref, REF_MODEL);
 }
 
+fsdp_status model_usable(fsdp_model *model)
+{
+    TRY(group_usable(model->group));
+    if (!model->in_callback) return FSDP_OK;
+    return err(FSDP_ERR_STATE,
+               "model '%s': a call that may change a unit inside one of its units' callbacks, which only look",
+               model->name);
+}
+
 void shard_extent(int64_t rows, int rank, int size, int64_t *start, int64_t *length)
 {
     int64_t chunk = rows / size + (rows % size != 0);
@@ -337,7 +346,7 @@ static fsdp_status settle_all(const struct units *units)
 
 fsdp_status model_finish_backward(fsdp_model *model)
 {
-    TRY(group_usable(model->group));
+    TRY(model_usable(model));
     struct units units;
     TRY(units_hold(model, &units));
     fsdp_error_info before = {.status = FSDP_OK}; /* what has failed already is why others fail from here on */
@@ -352,7 +361,7 @@ fsdp_status model_finish_backward(fsdp_model *model)
 
 fsdp_status model_zero_grad(fsdp_model *model)
 {
-    TRY(group_usable(model->group));
+    TRY(model_usable(model));
     struct units units;
     TRY(units_hold(model, &units));
     fsdp_status first = FSDP_OK;
@@ -414,7 +423,7 @@ static fsdp_status meet_all(struct meeting *meetings, int32_t n, int64_t deadlin
 fsdp_status model_reset(fsdp_model *model)
 {
     fsdp_group *group = model->group;
-    TRY(group_usable(group));
+    TRY(model_usable(model));
     struct units units;
     int32_t n = 0, room = 3;
     for (struct small_group *small = model->small; small; small = small->next) room++;

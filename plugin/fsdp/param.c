@@ -219,7 +219,7 @@ fsdp_status unit_set_frozen(fsdp_unit *unit, int32_t index, int32_t frozen)
     TRY(unit_check_index(unit, index));
     CHECK_ARG(frozen == 0 || frozen == 1, "frozen is %d: 0 or 1", frozen);
     struct param *p = &unit->params[unit->entries[index].param];
-    TRY(group_usable(unit->model->group));
+    TRY(model_usable(unit->model));
     if (p->frozen == frozen) return FSDP_OK;
     if (unit->in_backward || unit->accumulates || unit->has_partials)
         return err(FSDP_ERR_STATE, "unit '%s': parameter '%s' can't be %s now: %s; do it between iterations",

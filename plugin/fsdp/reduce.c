@@ -452,7 +452,7 @@ static fsdp_status reduce(fsdp_unit *unit, struct tensor *given, struct tensor *
 
 fsdp_status unit_reduce(fsdp_unit *unit, const DLTensor *const *grads, int32_t n, fsdp_work **handle)
 {
-    TRY(group_usable(unit->model->group));
+    TRY(model_usable(unit->model));
     size_t most = (size_t)(unit->n_entries + unit->n_params);
     struct tensor *checked = mem_array(most, sizeof *checked);
     if (!checked) return mem_none("gradients", most * sizeof *checked);

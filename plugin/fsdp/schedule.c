@@ -267,7 +267,7 @@ fsdp_status unit_set_prefetch(fsdp_unit *unit, fsdp_phase phase, fsdp_unit *cons
 
 fsdp_status unit_pre_forward(fsdp_unit *unit)
 {
-    TRY(group_usable(unit->model->group));
+    TRY(model_usable(unit->model));
     TRY(note(unit, FSDP_FORWARD));
     TRY(unit_unshard(unit, unit->in_backward, NULL));
     return prefetch(unit, FSDP_FORWARD, unit->model->forward_prefetch);
@@ -275,7 +275,7 @@ fsdp_status unit_pre_forward(fsdp_unit *unit)
 
 fsdp_status unit_post_forward(fsdp_unit *unit)
 {
-    TRY(group_usable(unit->model->group));
+    TRY(model_usable(unit->model));
     if (unit->in_backward || unit->reshard_after_forward == FSDP_RESHARD_NEVER) return FSDP_OK;
     return unit_reshard(unit, RESHARD_AFTER_FORWARD);
 }
@@ -283,7 +283,7 @@ fsdp_status unit_post_forward(fsdp_unit *unit)
 fsdp_status unit_pre_backward(fsdp_unit *unit)
 {
     fsdp_model *model = unit->model;
-    TRY(group_usable(model->group));
+    TRY(model_usable(model));
     TRY(note(unit, FSDP_BACKWARD));
     TRY(unit_unshard(unit, 1, NULL));
     unit->in_backward = 1;

@@ -402,7 +402,7 @@ static fsdp_status make(fsdp_unit *unit, const fsdp_param *params, const struct 
 fsdp_status unit_create(fsdp_model *model, const char *name, const fsdp_param *params, const struct tensor *fulls,
                         int32_t n, const fsdp_unit_options *options, fsdp_unit **out)
 {
-    TRY(group_usable(model->group));
+    TRY(model_usable(model));
     for (int32_t i = 0; i < n; i++) TRY(check_param(model, params, fulls, i));
     fsdp_unit *unit = mem_alloc(sizeof *unit);
     if (!unit) return mem_none("a unit", sizeof *unit);

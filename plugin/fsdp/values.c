@@ -152,7 +152,7 @@ fsdp_status unit_write_back(fsdp_unit *unit)
 fsdp_status unit_gather_param(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **out)
 {
     TRY(unit_check_index(unit, index));
-    TRY(group_usable(unit->model->group));
+    TRY(model_usable(unit->model));
     const struct param *p = &unit->params[unit->entries[index].param];
     DLManagedTensorVersioned *full;
     DLDataType dtype = dtype_to_dl(p->type);

@@ -42,6 +42,7 @@ void group_unhold(fsdp_group *group)
         lane_destroy(&group->collectives);
         lane_destroy(&group->messages);
         pool_destroy(&group->pool);
+        pthread_mutex_destroy(&group->family);
     }
     mem_free(group);
 }
@@ -111,6 +112,7 @@ static fsdp_status make(fsdp_store *store, const fsdp_group_options *options, in
     bootstrap->name = group->name;
     bootstrap->deadline_ns = os_now_ns() + group->timeout_ms * 1000000;
     pool_init(&group->pool);
+    pthread_mutex_init(&group->family, NULL);
     lane_init(&group->collectives, group, collectives_advance, NULL);
     lane_init(&group->messages, group, messages_advance, messages_nudge);
 
@@ -264,6 +266,44 @@ void group_query(fsdp_group *group, fsdp_group_info *info)
     info->segment_bytes = t->segment_bytes;
 }
 
+void group_adopt(fsdp_group *parent, fsdp_group *child)
+{
+    group_hold(parent);
+    child->parent = parent;
+    pthread_mutex_lock(&parent->family);
+    child->next = parent->children;
+    parent->children = child;
+    pthread_mutex_unlock(&parent->family);
+}
+
+static void leave_family(fsdp_group *child)
+{
+    fsdp_group *parent = child->parent;
+    if (!parent) return;
+    if (!ref_forked(&parent->ref)) {
+        pthread_mutex_lock(&parent->family);
+        fsdp_group **at = &parent->children;
+        while (*at && *at != child) at = &(*at)->next;
+        if (*at) *at = child->next;
+        pthread_mutex_unlock(&parent->family);
+    }
+    group_unhold(parent);
+}
+
+/* One child that has not been told, held; NULL: none is left. */
+static fsdp_group *next_child(fsdp_group *parent)
+{
+    fsdp_group *found = NULL;
+    pthread_mutex_lock(&parent->family);
+    for (fsdp_group *child = parent->children; child && !found; child = child->next) {
+        if (child->told) continue;
+        child->told = 1;
+        if (ref_try_get(&child->ref)) found = child;
+    }
+    pthread_mutex_unlock(&parent->family);
+    return found;
+}
+
 void group_abort(fsdp_group *group, const char *reason)
 {
     fsdp_error_info info, kept;
@@ -275,6 +315,10 @@ void group_abort(fsdp_group *group, const char *reason)
     (void)err_restore(&kept);
     transport_fail(group->transport, &info);
     group->transport->ops->message_nudge(group->transport);
+    for (fsdp_group *child; (child = next_child(group));) {
+        group_abort(child, reason);
+        group_release(child);
+    }
 }
 
 static void leave(fsdp_group *group)
@@ -298,6 +342,7 @@ static void *leave_elsewhere(void *group)
 void group_release(fsdp_group *group)
 {
     if (!group || !ref_put(&group->ref)) return;
+    leave_family(group);
     /* A completion callback runs on the thread that advances the lane, which can't wait for its own end. */
     int own = !ref_forked(&group->ref) &&
               (lane_is_advanced_here(&group->collectives) || lane_is_advanced_here(&group->messages));

@@ -185,7 +185,11 @@ struct fsdp_group {
     struct transport *transport;
     struct lane collectives, messages;
     struct pool pool;
-    uint64_t sequence; /* of the collective lane */
+    uint64_t sequence;           /* of the collective lane */
+    fsdp_group *parent;          /* that it ends with, see group_adopt: its memory is held. Or NULL */
+    fsdp_group *children, *next; /* not held: a child takes itself out; under the parent's `family` */
+    int32_t told;                /* of the parent's abort */
+    pthread_mutex_t family;
     _Atomic uint64_t operations;
     _Atomic uint64_t splits;
 };
@@ -195,6 +199,8 @@ fsdp_status group_split(fsdp_group *group, int32_t color, int32_t key, const fsd
                         fsdp_group **out);
 void group_query(fsdp_group *group, fsdp_group_info *info);
 void group_abort(fsdp_group *group, const char *reason);
+/* Aborting the parent aborts the child too: for groups that the library makes for itself, or as part of something. */
+void group_adopt(fsdp_group *parent, fsdp_group *child);
 void group_retain(fsdp_group *group);
 void group_release(fsdp_group *group);
 void group_hold(fsdp_group *group);

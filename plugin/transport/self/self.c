@@ -61,16 +61,28 @@ static fsdp_status self_move(struct transport *base, const struct transfer *tran
         if (!p->out) continue;
         if (transfer->shape == TRANSFER_REDUCE) {
             const void *source = p->in;
+            size_t n = (size_t)p->in_split.count, bytes = n * dtype_size(p->out_type);
+            int stream = bytes >= KERNEL_STREAM_BYTES, sums = transfer->op == FSDP_SUM || transfer->op == FSDP_AVG;
+            if (source && sums && p->type != DTYPE_BOOL && transfer->divisor == 1 && !transfer->accumulate) {
+                if (p->out == p->in) continue;
+                if (p->type == p->out_type)
+                    kernel_copy(p->out, p->in, bytes, stream);
+                else
+                    kernel_cast(p->out_type, p->out, p->type, p->in, n, stream);
+                continue;
+            }
             struct kernel_reduce how = {.op = transfer->op,
                                         .src_type = p->type,
                                         .dst_type = p->out_type,
                                         .n_src = 1,
                                         .scale = 1,
                                         .divisor = transfer->divisor,
-                                        .accumulate = transfer->accumulate};
-            kernel_reduce(&how, p->out, &source, (size_t)p->in_split.count);
+                                        .accumulate = transfer->accumulate,
+                                        .stream = stream};
+            kernel_reduce(&how, p->out, &source, n);
         } else if (p->out != p->in && p->in) {
-            kernel_copy(p->out, p->in, (size_t)p->out_split.count * dtype_size(p->type), 0);
+            size_t bytes = (size_t)p->out_split.count * dtype_size(p->type);
+            kernel_copy(p->out, p->in, bytes, bytes >= KERNEL_STREAM_BYTES);
         }
     }
     return FSDP_OK;
