@@ -296,7 +296,7 @@ static void transformer(struct rank *r, fsdp_group *group, const struct shape *s
         bounded(&p, m, largest, when);
         if (iteration > 3) { /* one to learn the order, some for slots to become large enough */
             CHECK(mappings == mapped, "%lld mappings, %s", (long long)(mappings - mapped), when);
-            CHECK(lines_in_maps() == maps, "%d mappings more, %s", lines_in_maps() - maps, when);
+            CHECK(SANITIZED || lines_in_maps() == maps, "%d mappings more, %s", lines_in_maps() - maps, when);
             CHECK(memory_of(p.model).slots == m->slots, "%lld slots, %s", (long long)memory_of(p.model).slots, when);
             CHECK(publications_of(&p) - before == published, "publications changed, %s", when);
             CHECK(operations_of(group) - began == operations, "operations changed, %s", when);
