@@ -491,6 +491,11 @@ static void rank_evaluate(struct rank *r)
                 set_version(&h, u, h.version[u] + 1);
             }
         }
+        play(&h, "f0g0f1g1"); /* a pass that is given up: what was fetched ahead for it is old */
+        for (int u = 0; u < 4; u++) {
+            while (state(&h, u) == FSDP_UNIT_UNSHARDING) nap(50);
+            set_version(&h, u, h.version[u] + 1);
+        }
         play(&h, TRAIN4);
         step_all(&h, "after evaluation");
         play(&h, TRAIN4);
@@ -507,4 +512,213 @@ Test(fsdp_schedule, passes_without_backward_see_new_values_and_are_learnt)
         plan.options.private_unshard = n == 2;
         ranks_run(n, rank_evaluate, &plan);
     }
+}
+
+/* ---- ranks that break off */
+
+#define RESET_SECONDS (SANITIZED ? 60 : 10) /* far below the group's timeout */
+
+static double now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec / 1e9;
+}
+
+/* Reset, and see that nothing of the broken iteration is left. */
+static void reset(struct host *h, const char *when)
+{
+    double begin = now();
+    OK(fsdp_model_reset(h->model));
+    CHECK(now() - begin < RESET_SECONDS, "%s: reset took %.1f s", when, now() - begin);
+    forget_gradients(h);
+    memset(h->sum, 0, sizeof h->sum);
+    for (int u = 0; u < h->plan->units; u++) {
+        DLManagedTensorVersioned *grad; /* zeros at the latest when one asks for it */
+        CHECK(!ahead(h, u), "%s: unit %d is not sharded after reset", when, u);
+        OK(fsdp_unit_param_grad(h->unit[u], 0, &grad));
+        grad->deleter(grad);
+    }
+    expect_gradients(h, when);
+    for (int u = 0; u < h->plan->units; u++) set_version(h, u, h->version[u] + 1);
+}
+
+/* The rank `raiser` (-1: all) breaks off before step `at`; the others go on, and on, until they are told. */
+static void break_off(struct host *h, const char *script, int at, int raiser, const char *when)
+{
+    double begin = now();
+    int raises = raiser < 0 || h->r->rank == raiser, steps = 0;
+    fsdp_status status = FSDP_OK;
+    for (const char *step = script; status == FSDP_OK && !(raises && steps == at) && steps < 100; steps++) {
+        status = hook(h, step);
+        step = next(step);
+        if (!*step) step = script;
+    }
+    CHECK(status == FSDP_OK || status == FSDP_ERR_MISMATCH, "%s: %s", when, fsdp_last_error());
+    CHECK(raises ? status == FSDP_OK : status != FSDP_OK || h->r->size == 1, "%s: not told within %d steps", when,
+          steps);
+    CHECK(now() - begin < RESET_SECONDS, "%s: told after %.1f s", when, now() - begin);
+    reset(h, when);
+}
+
+static void rank_break(struct rank *r)
+{
+    struct host h;
+    const struct plan *plan = r->argument;
+    uint64_t own = plan->seed + (uint64_t)r->rank, common = plan->seed;
+    int steps = 0, raisers = SANITIZED ? 2 : 3;
+    fsdp_set_log(count_told, NULL, FSDP_LOG_ERROR);
+    host_make(r, plan, &h);
+    for (const char *step = plan->script; *step; step = next(step)) steps++;
+    for (int at = 0; at <= steps; at++)
+        for (int k = 0; k < raisers; k++) {
+            char when[128];
+            int raiser = k == 0 ? -1 : k == 1 ? r->size - 1 : random_below(&common, r->size);
+            snprintf(when, sizeof when, "rank %d broke off before step %d, strategy %d", raiser, at,
+                     plan->options.strategy);
+            h.async = random_below(&common, 4) > 0;
+            if (random_below(&common, 3) == 0) { /* an order is known, and so there is prefetch */
+                play(&h, plan->script);
+                step_all(&h, when);
+            }
+            if (random_below(&own, 3) == 0) nap(random_below(&own, 200));
+            break_off(&h, plan->script, at, raiser, when);
+            play(&h, plan->script);
+            step_all(&h, when);
+        }
+    host_drop(&h);
+}
+
+static const struct {
+    int64_t mesh[2];
+    fsdp_strategy strategy[4]; /* the model's, then its units' where they differ */
+    int private, reshard;
+} broken[] = {
+    {{0, 0}, {FSDP_FULL_SHARD}, 0, 0},
+    {{0, 0}, {FSDP_FULL_SHARD}, 1, 0},
+    {{0, 0}, {FSDP_FULL_SHARD}, 0, 2},
+    {{0, 0}, {FSDP_FULL_SHARD}, 1, 2},
+    {{0, 0}, {FSDP_SHARD_GRAD_OP}, 0, 0},
+    {{0, 0}, {FSDP_NO_SHARD}, 0, 0},
+    {{2, 2}, {FSDP_HYBRID_SHARD}, 0, 0},
+    {{2, 2}, {FSDP_HYBRID_SHARD}, 1, 0},
+    {{2, 2}, {FSDP_HYBRID_SHARD_GRAD_OP}, 0, 0},
+    {{2, 2}, {FSDP_HYBRID_SHARD, FSDP_FULL_SHARD, FSDP_NO_SHARD, FSDP_HYBRID_SHARD_GRAD_OP}, 0, 0},
+    {{1, 4}, {FSDP_HYBRID_SHARD, 0, FSDP_NO_SHARD}, 0, 0},
+    {{4, 1}, {FSDP_HYBRID_SHARD, FSDP_FULL_SHARD}, 0, 0},
+};
+
+static void break_each(int first, int step)
+{
+    for (int k = first; k < (int)(sizeof broken / sizeof *broken); k += step) {
+        struct plan plan = {.mesh = {broken[k].mesh[0], broken[k].mesh[1]},
+                            .options = {.strategy = broken[k].strategy[0],
+                                        .private_unshard = broken[k].private,
+                                        .forward_prefetch = 1,
+                                        .backward_prefetch = k % 3},
+                            .units = 3,
+                            .script = "f0g0f1g1f2g2b2p2b1p1b0p0e",
+                            .seed = random_seed()};
+        for (int u = 0; u < 3; u++) plan.strategy[u] = broken[k].strategy[u + 1], plan.reshard[u] = broken[k].reshard;
+        fprintf(stderr, "kind %d: FSDP_TEST_SEED=%llu\n", k, (unsigned long long)plan.seed);
+        ranks_run(4, rank_break, &plan);
+        if (!plan.mesh[0] && !broken[k].reshard) ranks_run(2, rank_break, &plan);
+    }
+}
+
+Test(fsdp_schedule, after_an_exception_anywhere_reset_makes_the_model_usable)
+{
+    break_each(0, 1);
+}
+
+/* Ranks that took different slots before one broke off choose alike afterwards. */
+static void rank_slots(struct rank *r)
+{
+    struct host h;
+    host_make(r, r->argument, &h);
+    OK(fsdp_unit_unshard(h.unit[0], NULL));
+    OK(fsdp_unit_unshard(h.unit[1], NULL));
+    OK(fsdp_unit_reshard(h.unit[1])); /* its slot is free, but unit 2 gets a smaller one if it may */
+    fsdp_status status = r->rank ? fsdp_unit_unshard(h.unit[2], NULL) : FSDP_OK;
+    CHECK(status == (r->rank ? FSDP_ERR_MISMATCH : FSDP_OK), "%s", fsdp_last_error());
+    reset(&h, "slots");
+    OK(fsdp_unit_unshard(h.unit[2], NULL));
+    expect_version(&h, 2, "slots");
+    host_drop(&h);
+}
+
+Test(fsdp_schedule, after_a_reset_ranks_choose_slots_alike)
+{
+    struct plan plan = {.units = 4};
+    for (int n = 2; n <= 4; n++) ranks_run(n, rank_slots, &plan);
+}
+
+/* ---- ranks that differ */
+
+/* Every rank is told, with both names, and after a reset the model trains. */
+static void expect_differ(struct host *h, fsdp_status status, const char *a, const char *b)
+{
+    CHECK(status == FSDP_ERR_MISMATCH, "%s or %s: %s: %s", a, b, fsdp_status_name(status), fsdp_last_error());
+    CHECK(strstr(fsdp_last_error(), a) && strstr(fsdp_last_error(), b), "no '%s' and '%s' in: %s", a, b,
+          fsdp_last_error());
+    reset(h, a);
+    play(h, h->plan->script);
+    step_all(h, "after a difference");
+}
+
+static void rank_differ(struct rank *r)
+{
+    struct host h;
+    fsdp_set_log(count_told, NULL, FSDP_LOG_ERROR);
+    host_make(r, r->argument, &h);
+    for (int odd = 0; odd < r->size; odd++) {
+        int other = r->rank == odd;
+        expect_differ(&h, fsdp_unit_pre_forward(h.unit[other]), "'u0'", "'u1'");
+        OK(fsdp_unit_pre_forward(h.unit[0]));
+        expect_differ(&h, other ? post_backward(&h, 0, 1) : fsdp_unit_pre_forward(h.unit[1]), "unshard", "reduce");
+        OK(fsdp_unit_pre_forward(h.unit[0]));
+        OK(fsdp_unit_pre_forward(h.unit[1]));
+        expect_differ(&h, post_backward(&h, other, 1), "'u0'", "'u1'");
+        double norm;
+        expect_differ(&h, other ? fsdp_model_grad_norm(h.model, 2, &norm) : fsdp_unit_pre_forward(h.unit[0]), "norm",
+                      "'u0'");
+        OK(fsdp_model_set_gradient_divisor(h.model, other ? 7 : 0));
+        fsdp_status status = post_backward(&h, 0, 1);
+        OK(fsdp_model_set_gradient_divisor(h.model, 0));
+        expect_differ(&h, status, "'u0'", "divisor");
+    }
+    host_drop(&h);
+}
+
+/* On a mesh, two rows of ranks that each agree within themselves, but not with each other. */
+static void rank_rows_differ(struct rank *r)
+{
+    struct host h;
+    fsdp_set_log(count_told, NULL, FSDP_LOG_ERROR);
+    host_make(r, r->argument, &h);
+    for (int k = 0; k < 4; k++) {
+        h.async = k % 2;
+        int u = k / 2 ? r->rank % 2 : r->rank / 2; /* differs along the other dimension */
+        if (k / 2) {
+            expect_differ(&h, fsdp_unit_pre_forward(h.unit[u]), "'u0'", "'u1'");
+            continue;
+        }
+        OK(fsdp_unit_pre_forward(h.unit[u]));
+        OK(fsdp_unit_pre_backward(h.unit[u]));
+        fsdp_status status = post_backward(&h, u, 1);
+        if (status == FSDP_OK) status = fsdp_model_finish_backward(h.model);
+        expect_differ(&h, status, "'u0'", "'u1'");
+    }
+    host_drop(&h);
+}
+
+Test(fsdp_schedule, hooks_that_differ_between_ranks_are_told_and_can_be_recovered_from)
+{
+    struct plan plan = {.units = 4, .script = TRAIN4};
+    for (int n = 2; n <= 4; n++) {
+        plan.options.private_unshard = n == 3;
+        ranks_run(n, rank_differ, &plan);
+    }
+    plan = (struct plan){.mesh = {2, 2}, .options = {.strategy = FSDP_HYBRID_SHARD}, .units = 4, .script = TRAIN4};
+    ranks_run(4, rank_rows_differ, &plan);
 }
