@@ -60,6 +60,8 @@ void grads_clear(fsdp_unit *unit)
 void unit_zero_grad(fsdp_unit *unit)
 {
     unit->stale_grads = 1;
+    os_file_release(unit->grads_fd, unit->grads, os_page_round(unit->grad_bytes));
+    os_file_release(unit->shards_fd, unit->shards, os_page_round(unit->shard_bytes)); /* the optimizer has been here */
     unit->lost.status = FSDP_OK;
     unit->has_partials = 0;
     drop_accumulated(unit);
@@ -338,6 +340,7 @@ static fsdp_status reduced(fsdp_unit *unit)
     work_release(unit->reducing);
     unit->reducing = NULL;
     if (status != FSDP_OK) lose(unit);
+    os_file_release(unit->grads_fd, unit->grads, os_page_round(unit->grad_bytes));
     return status;
 }
 
@@ -447,6 +450,7 @@ static fsdp_status reduce(fsdp_unit *unit, struct tensor *given, struct tensor *
     }
     status = submit(unit, work, handle);
     drop_accumulated(unit);
+    if (!handle) os_file_release(unit->grads_fd, unit->grads, os_page_round(unit->grad_bytes));
     return status;
 }
 
