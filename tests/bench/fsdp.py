@@ -1,6 +1,6 @@
-"""The FSDP runtime: what units cost to unshard and to reduce beside memcpy, a training step beside its compute alone, and
-the memory that full parameters take. Models of float32 parameters; a size is that of the whole model. memcpy: all ranks
-copy as many bytes as the model has, at once. All contenders of a row live in the same processes and take turns.
+"""The FSDP runtime: what units cost to unshard and to reduce beside memcpy, a training step beside its compute alone,
+and the memory that full parameters take. Models of float32 parameters; a size is that of the whole model. memcpy: all
+ranks copy as many bytes as the model has, at once. All contenders of a row live in the same processes and take turns.
 """
 
 import os
@@ -22,14 +22,14 @@ MEMORY_UNITS, MEMORY_BYTES = 12, 96 * MIB
 
 UNSHARD_TABLE = "Unshard of a unit, and unshard again in backward"
 REDUCE_TABLE = "Reduction of the gradients of one unit (post_backward, with its reshard)"
-COUNT_TABLE = "Cost against the number of units: forward (unshard and reshard of each), backward (post_backward of each)"
+COUNT_TABLE = "Cost against the number of units: forward (unshard, reshard of each), backward (post_backward of each)"
 STEP_TABLE = f"Forward and backward of {STEP_UNITS} units with compute"
 OFFLOAD_TABLE = "The same with an optimizer's step, shards and gradients in a file (offload_dir)"
 
 
 def parse():
     options = bench.parser(__doc__)
-    options.add_argument("--ranks", default="1,2,4,8", help="of the rows that are measured with several; default: 1,2,4,8")
+    options.add_argument("--ranks", default="1,2,4,8", help="of the rows about the number of units; default: 1,2,4,8")
     options.add_argument("--rounds", type=int, help="for each row, instead of its own number")
     options.add_argument(
         "--offload-dir", default=str(bench.BUILD), help="where shards are offloaded to: a local disk; default: build/"
@@ -82,7 +82,8 @@ def unshard(options, report, ranks):
             Contender("private_unshard", fleet, "unshard/u=1,private=1", count),
             memcpy(fleet, count),
         ]
-        row = report.measure(Row("unshard, changed", ranks, count, contenders, rounds(options, 21), table=UNSHARD_TABLE))
+        row = Row("unshard, changed", ranks, count, contenders, rounds(options, 21), table=UNSHARD_TABLE)
+        report.measure(row)
         report.figure(f"{changed}_vs_memcpy", row.ratio("libfsdp", "memcpy"), "lower", *UNSHARD_TARGETS.get(ranks, ()))
         report.figure(f"unshard_reshard_64m_{ranks}r_vs_memcpy", row.ratio("with reshard", "memcpy"))
         report.figure(f"unshard_bf16_64m_{ranks}r_vs_memcpy", row.ratio("to bf16", "memcpy"))
@@ -124,6 +125,10 @@ def reduce(options, report, ranks):
 # ---- many units
 
 
+def units_name(n):
+    return f"{n} units" if n > 1 else "1 unit"
+
+
 def counts(options, report, ranks):
     count = 64 * MIB
     kinds = {
@@ -138,12 +143,12 @@ def counts(options, report, ranks):
         return
     fleet = start(options, ranks, count)
     for name, (title, task, setup) in kinds.items():
-        contenders = [Contender(f"{n} units", fleet, f"{task}/u={n}{setup}", count) for n in UNITS]
+        contenders = [Contender(units_name(n), fleet, f"{task}/u={n}{setup}", count) for n in UNITS]
         contenders.append(memcpy(fleet, count))
         row = report.measure(Row(title, ranks, count, contenders, rounds(options, 9), table=COUNT_TABLE))
         for n in UNITS:
-            report.figure(f"units_{name}_{n}u_{ranks}r_vs_memcpy", row.ratio(f"{n} units", "memcpy"))
-        few, many = (row[f"{n} units"].median for n in (UNITS[0], UNITS[-1]))
+            report.figure(f"units_{name}_{n}u_{ranks}r_vs_memcpy", row.ratio(units_name(n), "memcpy"))
+        few, many = (row[units_name(n)].median for n in (UNITS[0], UNITS[-1]))
         report.figure(f"units_{name}_{ranks}r_each_us", (many - few) / (UNITS[-1] - UNITS[0]) * 1e6)
     fleet.close()
 
@@ -204,7 +209,8 @@ def memory(options, report, ranks):
         fleet = start(options, ranks, MEMORY_BYTES)
         setup = f"u={MEMORY_UNITS},frozen=1{setup}"
         taken = value(fleet, f"resident/{setup}", MEMORY_BYTES)
-        shards, slots, largest = (value(fleet, f"{task}/{setup}", MEMORY_BYTES) for task in ("shards", "unsharded", "largest"))
+        counted = ("shards", "unsharded", "largest")
+        shards, slots, largest = (value(fleet, f"{task}/{setup}", MEMORY_BYTES) for task in counted)
         fleet.close()
         report.figure(f"{name}_counted_units", slots / largest, "lower", *MEMORY_TARGET)
         # To a tenth: the objects of units and the heap come on top of what the target speaks of.
@@ -234,8 +240,8 @@ def offload(options, report, ranks):
     fleet.close()
     report.figure(f"{name}_vs_memory", row.ratio("file", "memory"))
     report.figure(f"{name}_prefetch_vs_memory", row.ratio("file, prefetch", "memory, prefetch"))
-    moments = {"forward": "after forward, MiB", "backward": "after backward, MiB", "step": "after the optimizer's step, MiB"}
-    lines = [["", *moments.values()]]
+    moments = ("forward", "backward", "step")
+    lines = [["", "after forward, MiB", "after backward, MiB", "after the optimizer's step, MiB"]]
     for label, setup in setups.items():
         fleet = start(options, ranks, STEP_BYTES)
         taken = [value(fleet, f"resident_{moment}/u={STEP_UNITS}{setup}", STEP_BYTES) / MIB for moment in moments]
