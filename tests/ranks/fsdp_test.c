@@ -252,13 +252,14 @@ struct expected {
     fsdp_work *work;
 };
 
-enum { TRIED = 3 };
+enum { TRIED = 4 };
 
 struct trial {
     struct rank *r;
     fsdp_group *group;
     fsdp_model *model;
     const fsdp_model_options *options;
+    int most;            /* units that are full at once, so that the others have to take their slots */
     uint64_t operations; /* but for those that slots take */
     struct host_slots slots;
     struct host_unit units[TRIED];
@@ -327,11 +328,26 @@ static void check_units(struct trial *t)
               t->log);
 }
 
+static void make_room(struct trial *t, int i, uint64_t *common)
+{
+    int full[TRIED], n = 0;
+    for (int k = 0; k < TRIED; k++)
+        if (k != i && t->expected[k].state != FSDP_UNIT_SHARDED) full[n++] = k;
+    while (n >= t->most) {
+        int at = random_below(common, n), k = full[at];
+        full[at] = full[--n];
+        note(t, "room", k);
+        will_reshard(t, k);
+        OK(fsdp_unit_reshard(t->units[k].unit));
+    }
+}
+
 static void random_call(struct trial *t, uint64_t *common, uint64_t *own)
 {
-    int i = random_below(common, TRIED), call = random_below(common, 12);
+    int i = random_below(common, TRIED), call = random_below(common, 13);
     struct host_unit *u = &t->units[i];
     struct expected *e = &t->expected[i];
+    if (call < 2 || (call >= 4 && call < 8)) make_room(t, i, common);
     switch (call) {
     case 0:
     case 1:
@@ -405,6 +421,17 @@ static void random_call(struct trial *t, uint64_t *common, uint64_t *own)
         slots_end(&t->slots);
         OK(fsdp_model_finish_backward(t->model));
         break;
+    case 12:
+        if (random_below(common, 4)) break;
+        note(t, "reset", 0);
+        for (int k = 0; k < TRIED; k++) {
+            will_reshard(t, k);
+            t->expected[k].current = t->expected[k].in_backward = t->expected[k].content.slot = 0;
+        }
+        slots_end(&t->slots);
+        t->operations++;
+        OK(fsdp_model_reset(t->model));
+        break;
     case 11:
         note(t, "reshard", i);
         will_reshard(t, i);
@@ -429,19 +456,22 @@ static void rank_states(struct rank *r)
 {
     static const struct spec first[] = {{"a", DTYPE_F32, 2, {70, 40}, 0}, {"b", DTYPE_F64, 1, {5}, 0}},
                              second[] = {{"c", DTYPE_BF16, 2, {9, 300}, 0}, {"d", DTYPE_F32, 1, {3}, 1}},
-                             third[] = {{"e", DTYPE_F32, 2, {33, 150}, 0}};
+                             third[] = {{"e", DTYPE_F32, 2, {33, 150}, 0}}, fourth[] = {{"f", DTYPE_F16, 1, {5000}, 0}};
     static const struct {
         const char *name;
         const struct spec *specs;
         int n;
-    } tried[TRIED] = {{"first", first, 2}, {"second", second, 2}, {"third", third, 1}}; /* slots of 3, 2 and 5 pages */
+    } tried[TRIED] = {{"first", first, 2}, {"second", second, 2}, {"third", third, 1}, {"fourth", fourth, 1}};
+    /* slots of 3, 2, 5 and 3 pages */
     uint64_t seed = *(const uint64_t *)r->argument, common = seed, own = seed ^ (uint64_t)(r->rank + 1) << 40;
     fsdp_group *group = group_make(r, 0, 0);
-    for (int o = 0; o < 4; o++) {
+    for (int round = 0; round < 12; round++) {
         struct trial *t = calloc(1, sizeof *t);
+        int o = round % 4;
         t->r = r;
         t->group = group;
         t->options = all_options[o];
+        t->most = 1 + round / 4;
         t->model = model_make(group, t->options);
         t->logged = (size_t)snprintf(t->log, 64, " (FSDP_TEST_SEED=%llu, options %d)", (unsigned long long)seed, o);
         t->slots.private = t->options->private_unshard;
@@ -451,7 +481,7 @@ static void rank_states(struct rank *r)
                 (struct host_content){.unit = i + 1, .bytes = specs_slot_bytes(tried[i].specs, tried[i].n)};
         }
         t->operations = operations_of(group);
-        for (int i = 0; i < 120; i++) random_call(t, &common, &own);
+        for (int i = 0; i < 60; i++) random_call(t, &common, &own);
         OK(fsdp_model_finish_backward(t->model));
         for (int i = 0; i < TRIED; i++) {
             will_finish(t, i);
