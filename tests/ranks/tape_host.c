@@ -236,6 +236,9 @@ static void post_forward(struct trainer *tr, int unit)
         if (h->infos[unit].reshard_after_forward != FSDP_RESHARD_NEVER) spoil(h, unit);
     }
     hook(h, fsdp_unit_post_forward(h->units[unit]), "post_forward", unit);
+    if (h->in_backward[unit])
+        CHECK(tape_host_unit(h, unit).state == FSDP_UNIT_UNSHARDED, "seed %llu: unit %d is resharded in its backward",
+              h->plan->seed, unit);
 }
 
 static void pre_backward(struct trainer *tr, int unit)
@@ -301,7 +304,7 @@ static void post_backward(struct trainer *tr, struct tape *t, int unit)
 static void begin_backward(struct trainer *tr, int micro)
 {
     struct tape_host *h = tr->owner;
-    char letter = h->plan->schedule[micro];
+    char letter = h->discarding ? "RN"[micro % 2] : h->plan->schedule[micro];
     int last = micro + 1 == (int)strlen(h->plan->schedule);
     h->micro = micro;
     OK(fsdp_model_set_gradient_sync(h->fsdp, letter != 'N'));
@@ -391,6 +394,10 @@ static void toggle(struct tape_host *h)
         h->trainer.params[p].frozen = frozen;
         if (!h->plan->toggled[home] || h->step != h->plan->toggle_step) continue;
         if (home == p) OK(fsdp_unit_set_frozen(h->units[info->unit], info->index, frozen));
+        const DLTensor *grad = h->params[p].grad ? &h->params[p].grad->dl_tensor : NULL;
+        for (int64_t k = 0; frozen && grad && k < elements(grad); k++)
+            CHECK(format_get(h->params[p].low, grad->data, k) == 0, "seed %llu: the gradient of frozen %s is not zeros",
+                  h->plan->seed, info->name);
         if (!frozen && !h->params[p].grad)
             OK(fsdp_unit_param_grad(h->units[info->unit], info->index, &h->params[p].grad));
     }
@@ -410,14 +417,31 @@ static void update(struct tape_host *h)
     }
 }
 
+/* Forward alone. Units that stay full after it would keep these values: they are resharded by hand. */
+static double evaluate(struct tape_host *h)
+{
+    double loss = trainer_evaluate(&h->trainer, h->step);
+    for (int u = 0; u < h->model.n_units; u++) OK(fsdp_unit_reshard(h->units[u]));
+    return loss;
+}
+
 void tape_host_step(struct tape_host *h)
 {
     toggle(h);
-    OK(fsdp_model_zero_grad(h->fsdp));
+    if (h->plan->discard) {
+        h->discarding = 1;
+        trainer_micros(&h->trainer, h->step);
+        trainer_forget(&h->trainer);
+        h->discarding = h->clean = 0;
+    }
+    if (!h->clean) OK(fsdp_model_zero_grad(h->fsdp));
+    h->clean = 0;
     trainer_micros(&h->trainer, h->step);
     trainer_forget(&h->trainer);
     if (h->plan->clip > 0) OK(fsdp_model_clip_grad_norm(h->fsdp, h->plan->clip, h->plan->norm, 1, &h->norm));
+    if (h->plan->evaluate) h->losses[0] = evaluate(h);
     update(h);
+    if (h->plan->evaluate) h->losses[1] = evaluate(h);
     h->step++;
 }
 
@@ -431,6 +455,18 @@ fsdp_status tape_host_break(struct tape_host *h, int fuse)
     h->fuse = h->may_fail = 0;
     memset(h->in_backward, 0, sizeof h->in_backward);
     return h->status;
+}
+
+void tape_host_reset(struct tape_host *h)
+{
+    OK(fsdp_model_reset(h->fsdp));
+    trainer_forget(&h->trainer);
+    h->clean = 1;
+    for (int u = 0; u < h->model.n_units; u++) {
+        CHECK(tape_host_unit(h, u).state == FSDP_UNIT_SHARDED, "seed %llu: unit %d unsharded after reset",
+              h->plan->seed, u);
+        CHECK(!h->valid[u], "seed %llu: unit %d not said to be invalid by reset", h->plan->seed, u);
+    }
 }
 
 double tape_host_difference(struct tape_host *h, const struct result *r)

@@ -27,9 +27,10 @@ struct tape_host {
     fsdp_unit_info infos[TAPE_UNITS]; /* as made */
     struct host_param params[PARAMS];
     int valid[TAPE_UNITS], in_backward[TAPE_UNITS]; /* valid: by the callbacks */
-    int step, micro;
-    double norm;  /* of the last step's gradients, where they are clipped */
-    uint64_t own; /* this rank's random numbers */
+    int step, micro, discarding, clean;             /* clean: gradients are as after zero_grad */
+    double losses[2];                               /* of the last step, before and after the optimizer */
+    double norm;                                    /* of the last step's gradients, where they are clipped */
+    uint64_t own;                                   /* this rank's random numbers */
     /* An exception: after so many hooks (0: none), or when a hook fails. */
     int fuse, may_fail;
     fsdp_status status;
@@ -38,11 +39,13 @@ struct tape_host {
 
 struct tape_host *tape_host_new(struct rank *r, const struct plan *plan);
 void tape_host_drop(struct tape_host *h);
-/* zero_grad, all micro-batches, the optimizer's step. */
+/* zero_grad, all micro-batches, the optimizer's step; with evaluations and what else the plan wants. */
 void tape_host_step(struct tape_host *h);
 /* The micro-batches of a step up to an exception: CALLBACK when it is this rank's own, after `fuse` hooks, MISMATCH
- * when another's stopped it, or OK. No reset. */
+ * when another's stopped it, or OK. */
 fsdp_status tape_host_break(struct tape_host *h, int fuse);
+/* After it. Checks what reset promises. */
+void tape_host_reset(struct tape_host *h);
 /* The largest difference between the trained parameters and what they should be. */
 double tape_host_difference(struct tape_host *h, const struct result *r);
 fsdp_unit_info tape_host_unit(struct tape_host *h, int unit);

@@ -70,7 +70,8 @@ struct plan {
     int post_each;             /* post_backward for each call of a module, else once for all of a backward */
     int finish_each;           /* finish_backward after each micro-batch, else once for all */
     int keep_full;             /* reshard_after_backward is off but for the last micro-batch */
-    int evaluate;              /* forward alone after each step */
+    int evaluate;              /* forward alone before and after each step of the optimizer */
+    int discard;               /* before each step a backward that is never synced, and dropped by zero_grad */
     int asynchronous, edits, strided, naps, callbacks; /* what ranks do along the way */
     int breaks; /* iterations that a rank leaves by an exception, before each step */
 };
@@ -169,7 +170,7 @@ void optimizer_step(const struct plan *plan, int step, enum format f, void *valu
 
 struct result {
     double *values[PARAMS]; /* of the parameters after the last step */
-    double *losses;         /* of each step's evaluation */
+    double *losses;         /* of evaluations, two for each step */
     double *norms;          /* of each step's gradients, before clipping */
 };
 

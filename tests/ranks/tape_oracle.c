@@ -263,7 +263,7 @@ void oracle_train(const struct plan *given_plan, int size, struct result *out)
     o->size = size ? size : 1;
     model_build(&o->model, &plan, size != 0);
     trainer_init(&o->trainer, &o->model, &backend, o, 0, o->size);
-    *out = (struct result){.losses = numbers(plan.steps), .norms = numbers(plan.steps)};
+    *out = (struct result){.losses = numbers(2 * plan.steps), .norms = numbers(plan.steps)};
     for (int p = 0; p < o->model.n_params; p++) {
         long n = o->model.params[p].count;
         o->master[p] = out->values[p] = numbers(n);
@@ -283,10 +283,10 @@ void oracle_train(const struct plan *given_plan, int size, struct result *out)
         refresh(o);
         backwards(o);
         if (plan.clip > 0) out->norms[o->step] = clip(o);
+        if (plan.evaluate) out->losses[2 * o->step] = trainer_evaluate(&o->trainer, o->step);
         update(o);
         refresh(o);
-        o->trainer.rank = 0;
-        if (plan.evaluate) out->losses[o->step] = trainer_evaluate(&o->trainer, o->step);
+        if (plan.evaluate) out->losses[2 * o->step + 1] = trainer_evaluate(&o->trainer, o->step);
     }
     for (int p = 0; p < o->model.n_params; p++) {
         if (home(o, p) != p)

@@ -128,6 +128,7 @@ static void random_schedule(struct plan *plan, uint64_t *p)
     plan->strided = random_below(p, 2);
     plan->naps = random_below(p, 4) == 0;
     plan->callbacks = random_below(p, 2);
+    plan->discard = random_below(p, 6) == 0;
     plan->breaks = random_below(p, 4) == 0;
 }
 
@@ -164,11 +165,13 @@ void plan_tell(const struct plan *p, int n)
         format_names[p->param_type], format_names[p->reduce_type], format_names[p->output_type],
         p->keep_low_precision_grads, p->cast, p->forward_prefetch, p->backward_prefetch, p->prefetch_limit, p->lists);
     for (int u = 0; u < m.n_units; u++) fprintf(stderr, "  unit %d strategy %d\n", u, p->unit_strategy[u]);
-    fprintf(stderr,
-            "  %s, %d steps, %d rows, %s, paired %d, post_each %d, finish_each %d, keep_full %d, evaluate %d, "
-            "asynchronous %d, edits %d, strided %d, callbacks %d, breaks %d, twice %d%d%d, skip %d every %d, aux every "
-            "%d, toggle at %d, uneven %d\n",
-            p->optimizer ? "Adam" : "SGD", p->steps, p->rows, p->schedule, p->paired, p->post_each, p->finish_each,
-            p->keep_full, p->evaluate, p->asynchronous, p->edits, p->strided, p->callbacks, p->breaks, p->twice[0],
-            p->twice[1], p->twice[2], p->skip_block, p->skip_every, p->aux_every, p->toggle_step, p->uneven_use);
+    fprintf(
+        stderr,
+        "  %s, %d steps, %d rows, %s, paired %d, post_each %d, finish_each %d, keep_full %d, evaluate %d, discard %d, "
+        "asynchronous %d, edits %d, strided %d, callbacks %d, breaks %d, twice %d%d%d, skip %d every %d, aux every "
+        "%d, toggle at %d, uneven %d\n",
+        p->optimizer ? "Adam" : "SGD", p->steps, p->rows, p->schedule, p->paired, p->post_each, p->finish_each,
+        p->keep_full, p->evaluate, p->discard, p->asynchronous, p->edits, p->strided, p->callbacks, p->breaks,
+        p->twice[0], p->twice[1], p->twice[2], p->skip_block, p->skip_every, p->aux_every, p->toggle_step,
+        p->uneven_use);
 }
