@@ -110,7 +110,7 @@ static struct host_slot *slot_add(struct host_slots *s, int64_t bytes, struct ho
 }
 
 /* Its last one when that is free, else the smallest free one that will do (the oldest of equal ones), else a new one in
- * place of the largest free one. */
+ * place of the largest free one (the newest of equal ones). */
 static struct host_slot *slot_choose(struct host_slots *s, const struct host_content *u)
 {
     struct host_slot *last = slot_at(s, u->slot), *best = NULL, *largest = NULL;
@@ -121,7 +121,9 @@ static struct host_slot *slot_choose(struct host_slots *s, const struct host_con
         if (slot->bytes >= u->bytes &&
             (!best || slot->bytes < best->bytes || (slot->bytes == best->bytes && slot->number < best->number)))
             best = slot;
-        if (slot->bytes < u->bytes && (!largest || slot->bytes > largest->bytes)) largest = slot;
+        if (slot->bytes < u->bytes && (!largest || slot->bytes > largest->bytes ||
+                                       (slot->bytes == largest->bytes && slot->number > largest->number)))
+            largest = slot;
     }
     return best ? best : slot_add(s, u->bytes, largest);
 }
