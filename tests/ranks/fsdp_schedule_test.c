@@ -1,219 +1,12 @@
 /* The schedule: prefetch really begun ahead, orders learnt and changed, passes without backward, modules called again,
  * ranks that break off anywhere, and random calls against a small model of what a unit may show.
  *
- * A unit has one parameter. Its values tell which unit and which version of it they are, so that a full view which
- * shows another unit's or an old version's values is found whatever should have been there. */
-#include "fsdp_host.h"
+ * The hooks are called by scripts, see schedule_host.h. */
+#include "schedule_host.h"
 
-#include <math.h>
 #include <time.h>
 
 TestSuite(fsdp_schedule, .timeout = RANKS_SECONDS + 30);
-
-#define UNITS 6
-#define VERSIONS 1000
-
-static const int64_t sizes[UNITS] = {600, 3000, 40, 1501, 2000, 7};
-
-/* What a run is about: the same on all ranks. */
-struct plan {
-    int64_t mesh[2]; /* replicate, shard; 0: a group alone */
-    fsdp_model_options options;
-    int units;
-    fsdp_strategy strategy[UNITS];
-    int32_t reshard[UNITS];
-    const char *script;
-    uint64_t seed;
-};
-
-struct host {
-    struct rank *r;
-    const struct plan *plan;
-    fsdp_group *group;
-    fsdp_mesh *mesh;
-    fsdp_model *model;
-    fsdp_unit *unit[UNITS];
-    DLManagedTensorVersioned *full[UNITS], *shard[UNITS], *grad[UNITS];
-    int64_t version[UNITS]; /* in the shards */
-    double sum[UNITS];      /* the gradient, all of whose elements are equal */
-    void *held[256];        /* gradients that reductions may still read */
-    int n_held, async;
-};
-
-/* ---- values */
-
-static float value(int u, int64_t version, int64_t k)
-{
-    return (float)((version % VERSIONS * 8 + u) * 2048 + k % 2047); /* exact */
-}
-
-/* The version of unit u that its full view shows; -1: something else. */
-static int64_t shown(const struct host *h, int u)
-{
-    const float *full = h->full[u]->dl_tensor.data;
-    int64_t version = (int64_t)full[0] / 2048 / 8;
-    for (int64_t k = 0; k < sizes[u]; k++)
-        if (full[k] != value(u, version, k)) return -1;
-    return version;
-}
-
-static void set_version(struct host *h, int u, int64_t version)
-{
-    fsdp_param_info info = {.struct_size = sizeof info};
-    float *shard = h->shard[u]->dl_tensor.data;
-    OK(fsdp_unit_param_query(h->unit[u], 0, &info));
-    for (int64_t k = 0; k < info.shard_length; k++) shard[k] = value(u, version, info.shard_start + k);
-    h->version[u] = version % VERSIONS;
-}
-
-/* ---- making */
-
-static void host_make(struct rank *r, const struct plan *plan, struct host *h)
-{
-    static const char *const dims[] = {"replicate", "shard"};
-    *h = (struct host){.r = r, .plan = plan, .group = group_make(r, 0, 0)};
-    fsdp_model_options options = plan->options;
-    options.struct_size = sizeof options;
-    if (plan->mesh[0]) {
-        OK(fsdp_mesh_create(h->group, 2, plan->mesh, dims, &h->mesh));
-        OK(fsdp_model_create_on_mesh(h->mesh, &options, &h->model));
-    } else {
-        OK(fsdp_model_create(h->group, &options, &h->model));
-    }
-    for (int u = 0; u < plan->units; u++) {
-        char name[8];
-        float *values = malloc((size_t)sizes[u] * sizeof *values);
-        DLTensor full = view(values, DTYPE_F32, 1, &sizes[u]);
-        fsdp_unit_options unit = {
-            .struct_size = sizeof unit, .strategy = plan->strategy[u], .reshard_after_forward = plan->reshard[u]};
-        for (int64_t k = 0; k < sizes[u]; k++) values[k] = value(u, 0, k);
-        snprintf(name, sizeof name, "u%d", u);
-        fsdp_param param = {.struct_size = sizeof param, .name = name, .full = &full};
-        OK(fsdp_unit_create(h->model, name, &param, 1, &unit, &h->unit[u]));
-        OK(fsdp_unit_param_full(h->unit[u], 0, &h->full[u]));
-        OK(fsdp_unit_param_shard(h->unit[u], 0, &h->shard[u]));
-        OK(fsdp_unit_param_grad(h->unit[u], 0, &h->grad[u]));
-        free(values);
-    }
-}
-
-static void unit_drop(struct host *h, int u)
-{
-    if (!h->unit[u]) return;
-    h->full[u]->deleter(h->full[u]);
-    h->shard[u]->deleter(h->shard[u]);
-    h->grad[u]->deleter(h->grad[u]);
-    fsdp_unit_release(h->unit[u]);
-    h->unit[u] = NULL;
-}
-
-static void forget_gradients(struct host *h)
-{
-    while (h->n_held) free(h->held[--h->n_held]);
-}
-
-static void host_drop(struct host *h)
-{
-    for (int u = 0; u < h->plan->units; u++) unit_drop(h, u);
-    fsdp_model_release(h->model);
-    fsdp_mesh_release(h->mesh);
-    fsdp_group_release(h->group);
-    forget_gradients(h);
-}
-
-/* ---- hooks */
-
-static fsdp_unit_state state(const struct host *h, int u)
-{
-    fsdp_unit_state s;
-    OK(fsdp_unit_query_state(h->unit[u], &s));
-    return s;
-}
-
-/* Unsharded, or about to be. */
-static int ahead(const struct host *h, int u)
-{
-    return state(h, u) != FSDP_UNIT_SHARDED;
-}
-
-static void expect_version(const struct host *h, int u, const char *when)
-{
-    CHECK(state(h, u) == FSDP_UNIT_UNSHARDED, "%s: unit %d is not full", when, u);
-    CHECK(shown(h, u) == h->version[u], "%s: unit %d shows version %lld, not %lld", when, u, (long long)shown(h, u),
-          (long long)h->version[u]);
-}
-
-/* With a gradient of `size` times (rank + 1) everywhere. */
-static fsdp_status post_backward(struct host *h, int u, int size)
-{
-    float *g = h->held[h->n_held++] = malloc((size_t)sizes[u] * sizeof *g);
-    CHECK(h->n_held < (int)(sizeof h->held / sizeof *h->held), "too many gradients");
-    for (int64_t k = 0; k < sizes[u]; k++) g[k] = (float)(size * (h->r->rank + 1));
-    DLTensor grad = view(g, DTYPE_F32, 1, &sizes[u]);
-    const DLTensor *grads[] = {&grad};
-    fsdp_work *work = NULL;
-    fsdp_status status = fsdp_unit_post_backward(h->unit[u], grads, 1, h->async ? &work : NULL);
-    fsdp_work_release(work);
-    if (status == FSDP_OK) h->sum[u] += size * (h->r->size + 1) / 2.0;
-    return status;
-}
-
-static void expect_gradients(const struct host *h, const char *when)
-{
-    for (int u = 0; u < h->plan->units; u++) {
-        if (!h->unit[u]) continue;
-        const DLTensor *grad = &h->grad[u]->dl_tensor;
-        const float *g = grad->data;
-        for (int64_t k = 0; k < elements(grad); k++)
-            CHECK(fabs(g[k] - h->sum[u]) <= 1e-5 * h->sum[u], "%s: gradient of unit %d at %lld is %g, not %g", when, u,
-                  (long long)k, (double)g[k], h->sum[u]);
-    }
-}
-
-static void zero(struct host *h)
-{
-    OK(fsdp_model_zero_grad(h->model));
-    memset(h->sum, 0, sizeof h->sum);
-}
-
-/* One step of a script: f, g before and after forward of the unit whose digit follows, b, p before and after its
- * backward, e the end of backward. */
-static fsdp_status hook(struct host *h, const char *step)
-{
-    int u = step[0] == 'e' ? 0 : step[1] - '0';
-    fsdp_unit *unit = h->unit[u];
-    return step[0] == 'f'   ? fsdp_unit_pre_forward(unit)
-           : step[0] == 'g' ? fsdp_unit_post_forward(unit)
-           : step[0] == 'b' ? fsdp_unit_pre_backward(unit)
-           : step[0] == 'p' ? post_backward(h, u, 1 + u)
-                            : fsdp_model_finish_backward(h->model);
-}
-
-static const char *next(const char *step)
-{
-    return step + (step[0] == 'e' ? 1 : 2);
-}
-
-static void play(struct host *h, const char *script)
-{
-    for (const char *step = script; *step; step = next(step)) {
-        OK(hook(h, step));
-        if (*step == 'f' || *step == 'b') expect_version(h, step[1] - '0', step);
-        if (*step == 'e') forget_gradients(h);
-    }
-}
-
-/* An optimizer's step, if the gradients are right. */
-static void step_all(struct host *h, const char *when)
-{
-    expect_gradients(h, when);
-    zero(h);
-    for (int u = 0; u < h->plan->units; u++)
-        if (h->unit[u]) set_version(h, u, h->version[u] + 1);
-}
-
-#define FORWARD4 "f0g0f1g1f2g2f3g3"
-#define TRAIN4 FORWARD4 "b3p3b2p2b1p1b0p0e"
 
 /* ---- what the log says */
 
@@ -511,6 +304,33 @@ Test(fsdp_schedule, passes_without_backward_see_new_values_and_are_learnt)
     for (int n = 1; n <= 4; n++) {
         plan.options.private_unshard = n == 2;
         ranks_run(n, rank_evaluate, &plan);
+    }
+}
+
+/* Parts kept for backward are of no use once the iteration is over, or somebody told that shards have changed. */
+static void rank_parts(struct rank *r)
+{
+    struct host h;
+    host_make(r, r->argument, &h);
+    for (int k = 0; k < 3; k++) {
+        play(&h, "f0g0f1g1");
+        if (k == 0) play(&h, "e");
+        for (int u = 0; u < 2; u++) {
+            set_version(&h, u, h.version[u] + 1);
+            if (k) OK(fsdp_unit_shard_changed(h.unit[u]));
+        }
+        play(&h, k == 2 ? "f1g1b1p1f0g0b0p0e" : "b1p1b0p0e");
+        step_all(&h, "parts");
+    }
+    host_drop(&h);
+}
+
+Test(fsdp_schedule, what_was_kept_for_backward_is_not_used_when_it_is_old)
+{
+    for (int k = 0; k < 6; k++) {
+        static const int32_t ways[] = {2, FSDP_RESHARD_ALWAYS, FSDP_RESHARD_NEVER};
+        struct plan plan = {.options = {.private_unshard = k % 2, .reshard_after_forward = ways[k / 2]}, .units = 2};
+        ranks_run(4, rank_parts, &plan);
     }
 }
 
