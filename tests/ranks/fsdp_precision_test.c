@@ -83,8 +83,8 @@ static int64_t shard_places(const struct par *p, int rank, int size, int64_t *pl
 
 /* ---- a case */
 
-enum layout { SHARDED, PRIVATE, REPLICATED, HYBRID };
-static const char *const layouts[] = {"shared", "private", "no-shard", "hybrid"};
+enum layout { SHARDED, PRIVATE, REPLICATED, HYBRID, HYBRID_PRIVATE };
+static const char *const layouts[] = {"shared", "private", "no-shard", "hybrid", "hybrid, private"};
 
 struct plan {
     enum dtype param, reduce;
@@ -205,14 +205,14 @@ static fsdp_model *model_of(fsdp_group *group, fsdp_mesh *mesh, enum layout layo
                                 .reduce_dtype = dl_or_none(c->reduce),
                                 .keep_low_precision_grads = c->keep};
     fsdp_model_options options = {.struct_size = sizeof options,
-                                  .private_unshard = layout == PRIVATE,
+                                  .private_unshard = layout == PRIVATE || layout == HYBRID_PRIVATE,
                                   .strategy = layout == REPLICATED ? FSDP_NO_SHARD
-                                              : layout == HYBRID   ? FSDP_HYBRID_SHARD
+                                              : layout >= HYBRID   ? FSDP_HYBRID_SHARD
                                                                    : FSDP_FULL_SHARD,
                                   .gradient_divisor = c->divisor,
                                   .precision = &precision};
     fsdp_model *model;
-    if (layout == HYBRID)
+    if (layout >= HYBRID)
         OK(fsdp_model_create_on_mesh(mesh, &options, &model));
     else
         OK(fsdp_model_create(group, &options, &model));
@@ -296,7 +296,7 @@ static void give(fsdp_unit *unit, const struct plan *c, int rank, int m)
 /* FNV-1a of the sharded gradients' bytes. */
 static uint64_t check_plan(struct rank *r, fsdp_group *group, fsdp_mesh *mesh, enum layout layout, const struct plan *c)
 {
-    int hybrid = layout == HYBRID,
+    int hybrid = layout >= HYBRID,
         shards = hybrid                 ? 2
                  : layout == REPLICATED ? 1
                                         : r->size,
@@ -381,7 +381,9 @@ static void rank_combinations(struct rank *r)
                 if (!mesh) continue;
                 check_plan(r, group, mesh, HYBRID, &c);
                 c.schedule = turn % 2 ? "HS" : "HNSHHS";
-                check_plan(r, group, mesh, HYBRID, &c);
+                in_shared = check_plan(r, group, mesh, HYBRID, &c);
+                in_private = check_plan(r, group, mesh, HYBRID_PRIVATE, &c);
+                CHECK(in_shared == in_private, "private full parameters give the same bits");
             }
     fsdp_mesh_release(mesh);
     fsdp_group_release(group);
@@ -435,7 +437,7 @@ static void rank_large(struct rank *r)
     fsdp_group *group = group_make(r, 0, 0);
     fsdp_mesh *mesh = square(group, 4);
     for (holder = 0; holder < 4; holder++)
-        for (int layout = SHARDED; layout <= HYBRID; layout++)
+        for (int layout = SHARDED; layout <= HYBRID_PRIVATE; layout++)
             for (int keep = 0; keep < 2; keep++) {
                 /* The divisor 1 shows the sum: 259, which is 260 in bf16 when rounded once and 256 hop by hop. */
                 struct plan sum = {.param = NONE,
@@ -488,7 +490,7 @@ static void rank_late(struct rank *r)
         {"p1", DTYPE_F32, 2, {4, 3}, 0}, {"p2", DTYPE_F32, 2, {3, 5}, 1}, {"p3", DTYPE_F32, 1, {5}, 0}};
     fsdp_group *group = group_make(r, 0, 0);
     fsdp_mesh *mesh = square(group, r->size);
-    for (int layout = SHARDED; layout <= (mesh ? HYBRID : REPLICATED); layout++)
+    for (int layout = SHARDED; layout <= (mesh ? HYBRID_PRIVATE : REPLICATED); layout++)
         for (int keep = 0; keep < 2; keep++) {
             struct plan c = {.param = DTYPE_BF16,
                              .reduce = DTYPE_F32,

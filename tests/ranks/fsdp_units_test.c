@@ -494,7 +494,7 @@ static void rank_counts(struct rank *r)
             long_name[99] = 0;
             kit_make(model, long_name, pars, 3, 3, NULL, &kit);
             static const fsdp_strategy strategies[] = {FSDP_FULL_SHARD, FSDP_FULL_SHARD, FSDP_NO_SHARD,
-                                                       FSDP_HYBRID_SHARD};
+                                                       FSDP_HYBRID_SHARD, FSDP_HYBRID_SHARD};
             int64_t full = cast ? 32 * 2 : 24 * 4 + 8 * 8, shard = 0, published = 0, places[KIT_ELEMENTS],
                     waited = layout == LAYOUT_NO_SHARD && !cast ? 0 : 1;
             for (int i = 0; i < 3; i++) {
@@ -509,7 +509,7 @@ static void rank_counts(struct rank *r)
           (long long)(want))
                 COUNT(n_params, 3);
                 COUNT(strategy, strategies[layout]);
-                COUNT(shard_size, layout == LAYOUT_NO_SHARD ? 1 : layout == LAYOUT_HYBRID ? r->size / 2 : r->size);
+                COUNT(shard_size, layout == LAYOUT_NO_SHARD ? 1 : layout >= LAYOUT_HYBRID ? r->size / 2 : r->size);
                 COUNT(replicate_size, r->size / kit.size);
                 COUNT(full_bytes, full);
                 COUNT(shard_bytes, shard);
@@ -521,7 +521,7 @@ static void rank_counts(struct rank *r)
                 for (int i = 0; i < 3; i++)
                     partial += par_places(&pars[i], kit.rank, kit.size, places) * (i == 1 && !cast ? 8 : 4);
                 COUNT(replicated_bytes, layout == LAYOUT_NO_SHARD ? step * full
-                                        : layout == LAYOUT_HYBRID ? step * partial
+                                        : layout >= LAYOUT_HYBRID ? step * partial
                                                                   : 0);
                 CHECK(strlen(info.name) == 63 && strncmp(info.name, long_name, 63) == 0,
                       "its name, as far as it counts");
@@ -677,6 +677,13 @@ static void rank_bad(struct rank *r)
         CHECK(operations_of(group) == before, "refused without asking the others");
         refuse_calls(model, other, &kit);
         if (r->size > 1) refuse_differing(r, model);
+        if (r->size > 1 && layout <= LAYOUT_NO_SHARD) { /* a divisor that differs is found by the reduction */
+            OK(fsdp_model_set_gradient_divisor(model, r->rank == 1 ? 3 : 2));
+            REFUSED(kit_give(&kit, r->rank, 3, NULL), FSDP_ERR_MISMATCH, "divisor");
+            OK(fsdp_model_set_gradient_divisor(model, 0));
+            OK(fsdp_model_reset(model));
+            kit_step(model, &kit, r->rank, 3);
+        }
         /* The model trains as if nothing had been. */
         kit_expect_grads(&kit, r->size, 3, 1, "gradients are untouched");
         kit_expect_shards(&kit, 6, "and shards");

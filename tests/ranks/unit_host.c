@@ -221,7 +221,7 @@ void kit_step(fsdp_model *model, const struct kit *kit, int r, unsigned mask)
 
 /* ---- layouts */
 
-const char *const layout_names[] = {"shared", "private", "no-shard", "hybrid"};
+const char *const layout_names[] = {"shared", "private", "no-shard", "hybrid", "hybrid, private"};
 
 fsdp_model *layout_model(fsdp_group *group, enum layout layout, const fsdp_model_options *options)
 {
@@ -231,9 +231,9 @@ fsdp_model *layout_model(fsdp_group *group, enum layout layout, const fsdp_model
     fsdp_model *model;
     OK(fsdp_group_query(group, &info));
     wanted.struct_size = sizeof wanted;
-    if (layout == LAYOUT_PRIVATE) wanted.private_unshard = 1;
+    if (layout == LAYOUT_PRIVATE || layout == LAYOUT_HYBRID_PRIVATE) wanted.private_unshard = 1;
     if (layout == LAYOUT_NO_SHARD) wanted.strategy = FSDP_NO_SHARD;
-    if (layout != LAYOUT_HYBRID) {
+    if (layout < LAYOUT_HYBRID) {
         OK(fsdp_model_create(group, &wanted, &model));
         return model;
     }

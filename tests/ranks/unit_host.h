@@ -60,7 +60,7 @@ void kit_expect_grads(const struct kit *kit, int n, unsigned mask, double times,
 void kit_step(fsdp_model *model, const struct kit *kit, int r, unsigned mask);
 
 /* A model of one of several layouts, over a mesh of 2 x 2 where that is hybrid. */
-enum layout { LAYOUT_SHARED, LAYOUT_PRIVATE, LAYOUT_NO_SHARD, LAYOUT_HYBRID, LAYOUTS };
+enum layout { LAYOUT_SHARED, LAYOUT_PRIVATE, LAYOUT_NO_SHARD, LAYOUT_HYBRID, LAYOUT_HYBRID_PRIVATE, LAYOUTS };
 extern const char *const layout_names[];
 /* NULL: not for this number of ranks. options: NULL, or what else is wanted. */
 fsdp_model *layout_model(fsdp_group *group, enum layout layout, const fsdp_model_options *options);
