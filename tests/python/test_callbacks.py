@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from conftest import run_python
 
+import libfsdp
 from libfsdp import Group, Model
+
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 
 
 def made(group, **options):
@@ -113,6 +116,24 @@ def test_a_second_exception_of_one_call_goes_to_the_hook(monkeypatch):
         model.finish_backward()
     assert seen == [KeyError, KeyError]
     assert [unit.state for unit in units] == ["sharded"] * 3
+
+
+def test_callbacks_may_look_but_change_no_unit():
+    model, unit = made(Group.single())
+    other = model.unit("other", {"x": np.zeros(2)})
+    seen = []
+
+    def valid(who):
+        for call in (who.reshard, who.pre_forward, other.unshard, model.finish_backward, model.reset):
+            with pytest.raises(libfsdp.InvalidState):
+                call()
+        seen.append((who.state, who.info().n_params, who["w"].info().shape, model.memory().shards))
+
+    unit.set_callbacks(valid)
+    unit.unshard()
+    assert seen == [("unsharded", 1, (6, 2), 64)]
+    unit.reshard()
+    assert unit.state == other.state == "sharded"
 
 
 def test_a_unit_that_its_callbacks_refer_to_is_ordinary_garbage():

@@ -122,5 +122,12 @@ def test_messages_speak_of_what_python_has():
         with group.coalesced() as several:
             several.all_gather(x, np.ones(3, "float32"))
             several.all_reduce(x)
+    with pytest.raises(libfsdp.InvalidArgument, match="^strategy is 'hybrid_shard', .*: give Model a Mesh$"):
+        libfsdp.Model(group, strategy="hybrid_shard")
+    with pytest.raises(libfsdp.InvalidArgument, match="^reshard_after_forward is 2, but with 'no_shard' nothing"):
+        libfsdp.Model(group, strategy="no_shard", reshard_after_forward=2)
+    unit = libfsdp.Model(group).unit("u", {"w": np.zeros(2)})
+    with pytest.raises(libfsdp.InvalidState, match=r"call Unit\.unshard first$"):
+        unit.write_back()
     kept = "parameter 'output' of unit 'op 1 output': its output, timeout_msg"
     assert errors.in_python(kept) == kept

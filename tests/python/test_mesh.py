@@ -140,19 +140,53 @@ def test_dimensions_by_name(ranks):
     ranks(4, dimensions)
 
 
+def aborts(group):
+    mesh = Mesh(group, {"replicate": 2, "shard": 2})
+    unit = Model(mesh, strategy="hybrid_shard").unit("u", {"w": np.zeros(4)})
+    column = mesh.group("replicate")
+    unit.unshard()
+    unit.reshard()
+    if group.rank == 0:
+        work = unit.unshard(async_op=True)  # which waits for rank 1, on a group that only the model has
+        with pytest.raises(libfsdp.Pending):
+            work.wait(0.05)
+        group.abort("enough")
+        with pytest.raises(libfsdp.Aborted, match="enough"):
+            work.wait(5)
+        with pytest.raises(libfsdp.Aborted, match="enough"):
+            column.barrier()
+    else:
+        with pytest.raises(libfsdp.Aborted, match="enough"):
+            group.barrier()
+
+
+def test_an_abort_reaches_the_groups_of_models(ranks):
+    ranks(4, aborts)
+
+
 ENDS = """
-import sys, time
+import os, sys, time
 import numpy, libfsdp
 group = libfsdp.init(timeout=60)
 mesh = libfsdp.Mesh(group, {"replicate": 1, "shard": 2})
 unit = libfsdp.Model(mesh, strategy="hybrid_shard").unit("u", {"w": numpy.zeros(4)})
-group.barrier()
+unit.unshard()  # the first one makes a slot, for which it waits
+unit.reshard()
+pids = numpy.zeros(2, "int64")
+group.all_gather(numpy.array([os.getpid()]), pids)
 if group.rank == 0:
     HERE
-print("rank 1 looks", flush=True)
-begin = time.monotonic()
+def gone(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+deadline = time.monotonic() + 10
+while WAITS and not gone(pids[0]):  # for which it must not need us
+    assert time.monotonic() < deadline, "rank 0 is still there"
+    time.sleep(0.1)
 try:
-    time.sleep(WAIT)
     unit.unshard()
 except libfsdp.FsdpError as error:
     print(type(error).__name__, flush=True)
@@ -164,18 +198,13 @@ except libfsdp.FsdpError as error:
     [
         pytest.param("raise SystemExit", 0, id="ends"),
         pytest.param("raise ValueError('here')", 1, id="fails"),
-        pytest.param(
-            "work = unit.unshard(async_op=True); sys.exit()",
-            0,
-            id="ends_with_work_pending",
-            marks=pytest.mark.xfail(strict=True, reason="an abort does not reach the groups that a model makes"),
-        ),
+        pytest.param("work = unit.unshard(async_op=True); sys.exit()", 0, id="ends_with_work_pending"),
     ],
 )
 def test_a_rank_that_ends_leaves_nobody_waiting(tmp_path, here, code):
-    """With a mesh the operations are on groups of the model's own, which nobody can abort by hand."""
+    """Although the model's operations are on groups of its own."""
     path = tmp_path / "ends.py"
-    path.write_text(ENDS.replace("HERE", here).replace("WAIT", "8" if "async" in here else "0"))
+    path.write_text(ENDS.replace("HERE", here).replace("WAITS", str("async" in here)))
     done = launch(2, path, timeout=25, options=("--grace", "15"))
     assert done.returncode == code, done.stdout + done.stderr
     assert code or "PeerLost" in done.stdout or "Aborted" in done.stdout, done.stdout + done.stderr
