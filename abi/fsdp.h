@@ -522,14 +522,16 @@ FSDP_API fsdp_status fsdp_mesh_group(fsdp_mesh *mesh, const char *name, fsdp_gro
  * and fsdp_model_finish_backward once backward is over; then its optimizer reads the sharded gradients and updates the
  * shards in place. Each call does nothing when there is nothing to do. Units nest as modules do, a module may be called
  * more than once before backward, and forward may run again inside backward (activation checkpointing): post_forward
- * leaves a unit full whose backward has begun. Forward alone (evaluation) needs nothing else.
+ * leaves a unit full whose backward has begun. Forward alone (evaluation) needs nothing else, but for units that stay
+ * full after forward: fsdp_model_finish_backward (or fsdp_unit_reshard) before their shards are written.
  *
  * Memory. A parameter's shard, full view and sharded gradient keep their addresses for the unit's life. The full view's
  * content is defined while the unit is unsharded. It is private to this rank (copy-on-write): writing it changes no
  * other rank's, and what was written is dropped when the unit is unsharded again; see fsdp_unit_write_back. The memory
  * behind full views is made of slots, which units take in turn: as many as are full at the same time, each as large as
  * the largest unit that needed it; one set a host (in shared memory) or, with private_unshard, one for each rank. They
- * are kept until the model goes. Tensors handed out keep their unit, its model, group and store alive until deleted.
+ * are kept until the model goes, or a reset; one whose unit is released while full stays taken until
+ * fsdp_model_finish_backward. Tensors handed out keep their unit, its model, group and store alive until deleted.
  *
  * A call that has nothing to do (unsharding what is unsharded, or again before backward) does not communicate, so a
  * difference between ranks there is found at the next call that does. */
@@ -565,7 +567,8 @@ typedef struct fsdp_precision {
     size_t struct_size;
     DLDataType param_dtype;  /* of full parameters, and so of computation and of gradients; none: the parameter's own */
     DLDataType reduce_dtype; /* each rank's gradients are rounded to it before they travel; none: they travel as they
-                                come. Sums are in float32 (float64) whatever it is */
+                                come. Sums are in float32 (float64 for float64) whatever it is; HYBRID keeps the sums
+                                over the shard dimension as float32 (float64 where param_dtype is) */
     DLDataType output_dtype; /* of forward's outputs: see fsdp_unit_cast */
     DLDataType buffer_dtype;
     int32_t keep_low_precision_grads; /* 1: sharded gradients have reduce_dtype, or else param_dtype; 0: the shard's */
@@ -607,8 +610,9 @@ FSDP_API fsdp_status fsdp_model_options_init(fsdp_model_options *options, size_t
  * contradict each other; HYBRID, which needs a mesh). */
 FSDP_API fsdp_status fsdp_model_create(fsdp_group *group, const fsdp_model_options *options, fsdp_model **model);
 /* Over a mesh's ranks; with shard_dim (HYBRID: and replicate_dim) those of this rank's part of the mesh that differ in
- * these dimensions only. Collective over the mesh, with the same options: makes groups of its own. Errors also:
- * INVALID (no such dimension, HYBRID on a mesh of one dimension). */
+ * these dimensions only. Collective over the mesh, with the same options: makes groups of its own, unless the
+ * model's ranks are all of the mesh's. Errors also: INVALID (no such dimension, HYBRID on a mesh of one dimension),
+ * MISMATCH (other dimensions or another strategy on another rank). */
 FSDP_API fsdp_status fsdp_model_create_on_mesh(fsdp_mesh *mesh, const fsdp_model_options *options, fsdp_model **model);
 FSDP_API fsdp_status fsdp_model_retain(fsdp_model *model);
 FSDP_API void fsdp_model_release(fsdp_model *model); /* its units keep it alive */
@@ -617,8 +621,9 @@ typedef struct fsdp_param {
     size_t struct_size;
     const char *name;     /* unique in the model, e.g. "layers.0.weight" */
     const DLTensor *full; /* whole values; read during the call only. Each rank takes its own part. float dtypes; at
-                             least one dimension. Two entries of one call with the same memory are one parameter, tied:
-                             one shard, one full view, and a gradient which is the sum of both entries' */
+                             least one dimension. Two entries of one call with the same memory, or the same id, are one
+                             parameter, tied: one shard, one full view, and a gradient which is the sum of both
+                             entries', rounded to their dtype as autograd would */
     int32_t frozen;       /* 1: no gradient: no memory and no traffic for it; see fsdp_unit_set_frozen */
     int32_t shard_dim;    /* the dimension that is cut over the ranks, as by fsdp_shard_extent; usually 0 */
     int32_t meta;         /* 1: of `full`, shape and dtype are read only. Shards begin as zeros; the host fills them
@@ -707,7 +712,8 @@ FSDP_API fsdp_status fsdp_unit_reshard(fsdp_unit *unit);
 
 /* Write what this rank changed in the full views back to its shards: summon_full_params(writeback=True). Elements that
  * still are what the shard rounds to keep the shard's full precision. Every rank calls it; it does not communicate:
- * where ranks edited differently, each part is its owner's. Errors: STATE (not unsharded). */
+ * where ranks edited differently, each part is its owner's, and replicas that edited differently part ways. Errors:
+ * STATE (not unsharded). */
 FSDP_API fsdp_status fsdp_unit_write_back(fsdp_unit *unit);
 
 /* One whole parameter in the shard's own dtype, in new memory of the caller's. Collective over the ranks that the unit
@@ -761,14 +767,17 @@ FSDP_API fsdp_status fsdp_unit_set_reshard_after_forward(fsdp_unit *unit, int32_
  * default. */
 FSDP_API fsdp_status fsdp_unit_set_reshard_after_backward(fsdp_unit *unit, int32_t reshard);
 
-/* Call valid(unit, user) when the unit's full parameters have become valid, and invalid(unit, user) when they are about
+/* Call valid(unit, user) when the unit's full parameters have become valid (after an asynchronous unshard: in the next
+ * call on the unit), and invalid(unit, user) when they are about
  * to be so no longer, on the thread that makes the call by which it happens; NULL: no call. Hosts swap their parameters
  * there. The unit's tensors may be read and written inside; calls that may change a unit return STATE. */
 typedef void (*fsdp_unit_fn)(fsdp_unit *unit, void *user);
 FSDP_API fsdp_status fsdp_unit_set_callbacks(fsdp_unit *unit, fsdp_unit_fn valid, fsdp_unit_fn invalid, void *user);
 
 /* Units to unshard ahead when this unit's pre_forward (pre_backward) has made it full, in this order, in place of what
- * forward_prefetch (backward_prefetch) would do there. n 0: none of its own. The units need not be kept alive. Prefetch
+ * forward_prefetch (backward_prefetch) would do there. n 0: none of its own. The units need not be kept alive, but they
+ * go on all ranks alike. What is fetched ahead are the shards' values at that time: a host that writes to the shards of
+ * a unit between the hooks of others, within an iteration, calls fsdp_unit_shard_changed. Prefetch
  * without such lists follows the order of the iteration before; when an iteration takes another order, what was
  * fetched in vain is resharded by fsdp_model_finish_backward, the new order is learnt, and the log tells once. */
 typedef int32_t fsdp_phase;
@@ -795,7 +804,8 @@ FSDP_API fsdp_status fsdp_model_set_gradient_divisor(fsdp_model *model, double d
  * the optimizer's step, as the host likes. Sharded gradients are defined after it. */
 FSDP_API fsdp_status fsdp_model_finish_backward(fsdp_model *model);
 
-/* Sharded gradients (and unsharded accumulation) count as zeros from now on. Their memory is overwritten by the next
+/* Sharded gradients (and unsharded accumulation) count as zeros from now on. Waits for reductions under way, whose
+ * failure it returns, gradients being zeros all the same. Their memory is overwritten by the next
  * reduction, or cleared by finish_backward, norms, clipping, unscale or fsdp_unit_param_grad: a host that reads a
  * tensor it has from before sees the old values until then, and what it writes there itself is lost. */
 FSDP_API fsdp_status fsdp_model_zero_grad(fsdp_model *model);

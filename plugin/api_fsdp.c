@@ -86,12 +86,16 @@ fsdp_status fsdp_model_retain(fsdp_model *model)
 {
     CHECK_MODEL(model);
     model_retain(model);
+    atomic_fetch_add_explicit(&model->handles, 1, memory_order_relaxed);
     return FSDP_OK;
 }
 
 void fsdp_model_release(fsdp_model *model)
 {
-    if (model_is(model)) model_release(model);
+    if (!model_is(model)) return;
+    /* Nobody can end this iteration any more. */
+    if (atomic_fetch_sub_explicit(&model->handles, 1, memory_order_acq_rel) == 1) model_forget_awaiting(model);
+    model_release(model);
 }
 
 fsdp_status fsdp_model_set_gradient_sync(fsdp_model *model, int32_t sync)

@@ -102,10 +102,11 @@ static double norm_everywhere(const double *terms, int size, double p)
     return p == 1 || isinf(p) ? total : pow(total, 1 / p);
 }
 
+/* status: how this rank came here; the others hear of it. */
 static fsdp_status units_norm(fsdp_model *model, const struct units *units, fsdp_op_kind kind, uint64_t hash, double p,
-                              double *norm)
+                              fsdp_status status, double *norm)
 {
-    fsdp_status status = units_settle(units);
+    if (status == FSDP_OK) status = units_settle(units);
     double mine = status == FSDP_OK ? norm_here(units, p) : 0, all[GROUP_MAX_RANKS];
     TRY(ranks_tell(model->group, kind, hash, "the norm of the gradients", status, mine, all));
     *norm = norm_everywhere(all, model->group->size, p);
@@ -124,7 +125,7 @@ fsdp_status model_grad_norm(fsdp_model *model, double p, double *norm)
     TRY(model_usable(model));
     struct units units;
     fsdp_status status = units_hold(model, &units);
-    if (status == FSDP_OK) status = units_norm(model, &units, FSDP_OP_GRAD_NORM, units_hash(&units, p), p, norm);
+    status = units_norm(model, &units, FSDP_OP_GRAD_NORM, units_hash(&units, p), p, status, norm);
     units_drop(&units);
     return status;
 }
@@ -151,11 +152,9 @@ fsdp_status model_clip_grad_norm(fsdp_model *model, double max_norm, double p, i
     struct units units;
     double total;
     fsdp_status status = units_hold(model, &units);
-    if (status == FSDP_OK) {
-        uint64_t hash = hash_number(units_hash(&units, p), (uint64_t)error_if_nonfinite);
-        hash = hash_bytes(hash, &max_norm, sizeof max_norm);
-        status = units_norm(model, &units, FSDP_OP_CLIP_GRAD_NORM, hash, p, &total);
-    }
+    uint64_t hash = hash_number(units_hash(&units, p), (uint64_t)error_if_nonfinite);
+    hash = hash_bytes(hash, &max_norm, sizeof max_norm);
+    status = units_norm(model, &units, FSDP_OP_CLIP_GRAD_NORM, hash, p, status, &total);
     if (status == FSDP_OK && error_if_nonfinite && !isfinite(total))
         status =
             err(FSDP_ERR_STATE,

@@ -150,8 +150,11 @@ struct fsdp_model {
     struct slot *slots;
     struct small_group *small;
     struct schedule schedule;
-    int32_t in_callback;  /* of the host: no unit may change meanwhile */
-    int64_t awaiting;     /* number + 1 of the unit whose gradients are to be replicated next; 0: none */
+    int32_t in_callback; /* of the host: no unit may change meanwhile */
+    fsdp_unit
+        *awaiting; /* whose gradients are to be replicated next; held, so that it lives on all ranks alike: until the
+                             end of backward, a reset, or the host's last handle on the model goes. Or NULL */
+    atomic_int handles;   /* the host's */
     pthread_mutex_t lock; /* of the list and of the counts */
     fsdp_unit *units;     /* not held: a unit takes itself out when it goes */
     int64_t shards_peak, gradients_peak, unsharded, unsharded_peak, host_unsharded, host_unsharded_peak;
@@ -165,6 +168,7 @@ fsdp_status model_create(fsdp_group *group, const fsdp_model_options *options, f
 fsdp_status model_create_on_mesh(fsdp_mesh *mesh, const fsdp_model_options *options, fsdp_model **out);
 void model_retain(fsdp_model *model);
 void model_release(fsdp_model *model);
+void model_forget_awaiting(fsdp_model *model);
 fsdp_status model_set_gradient_sync(fsdp_model *model, int32_t sync);
 fsdp_status model_set_all_reduce(fsdp_model *model, int32_t all_reduce);
 fsdp_status model_set_gradient_divisor(fsdp_model *model, double divisor);
@@ -276,7 +280,10 @@ fsdp_status reshard_check(int32_t value, int32_t shard_size);
 
 /* values.c */
 void unit_take_values(fsdp_unit *unit, const fsdp_param *params, const struct tensor *fulls); /* each rank its own */
-fsdp_status unit_sync_values(fsdp_unit *unit, const fsdp_param *params, const struct tensor *fulls); /* rank 0's */
+/* Rank 0's to all: works made beforehand, so that nothing fails for want of memory while peers wait. */
+fsdp_status unit_sync_prepare(fsdp_unit *unit, const fsdp_param *params, const struct tensor *fulls,
+                              fsdp_work *works[2]);
+fsdp_status unit_sync_values(fsdp_work *works[2]);
 fsdp_status unit_write_back(fsdp_unit *unit);
 fsdp_status unit_gather_param(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **out);
 fsdp_status unit_load_param(fsdp_unit *unit, int32_t index, const struct tensor *full);

@@ -79,5 +79,7 @@ void model_memory(fsdp_model *model, fsdp_memory_info *info)
     const fsdp_group *groups[] = {model->group, model->shard, model->replicate};
     for (int i = 0; i < 3; i++)
         if (groups[i]) info->staging += groups[i]->transport->segment_bytes;
+    for (const struct small_group *small = model->small; small; small = small->next)
+        info->staging += small->group->transport->segment_bytes;
     for (const struct slot *slot = model->slots; slot; slot = slot->next) info->slots++;
 }

@@ -83,6 +83,7 @@ static fsdp_status make(const fsdp_model_options *o, fsdp_model **out)
         return mem_none("a model", strlen(o->offload_dir));
     }
     ref_init(&model->ref, REF_MODEL);
+    atomic_init(&model->handles, 1);
     pthread_mutex_init(&model->lock, NULL);
     snprintf(model->name, sizeof model->name, "%s", o->name ? o->name : "model");
     model->strategy = o->strategy ? o->strategy : FSDP_FULL_SHARD;
@@ -227,6 +228,13 @@ void model_retain(fsdp_model *model)
     ref_get(&model->ref);
 }
 
+void model_forget_awaiting(fsdp_model *model)
+{
+    fsdp_unit *held = model->awaiting;
+    model->awaiting = NULL;
+    unit_release(held);
+}
+
 void model_release(fsdp_model *model)
 {
     if (!model || !ref_put(&model->ref)) return;
@@ -308,6 +316,7 @@ fsdp_status model_set_gradient_divisor(fsdp_model *model, double divisor)
     TRY(check_divisor("divisor", divisor));
     struct units units;
     TRY(units_hold(model, &units));
+    (void)model_replicate(model); /* by the divisor that its post_backward was called with; a failure is kept there */
     model->divisor = divisor != 0 ? divisor : model->group->size;
     for (int32_t i = 0; i < units.n; i++) units.at[i]->divisor = model->divisor;
     units_drop(&units);
@@ -315,6 +324,21 @@ fsdp_status model_set_gradient_divisor(fsdp_model *model, double divisor)
 }
 
 /* ---- the end of an iteration */
+
+/* What waits for all of the model's works can't be called where one of them is being run: in a callback. */
+static fsdp_status check_outside(const fsdp_model *model)
+{
+    fsdp_group *groups[] = {model->group, model->shard, model->replicate};
+    int inside = 0;
+    for (int i = 0; i < 3; i++) inside |= groups[i] && lane_is_advanced_here(&groups[i]->collectives);
+    for (const struct small_group *small = model->small; small; small = small->next)
+        inside |= lane_is_advanced_here(&small->group->collectives);
+    if (!inside) return FSDP_OK;
+    return err(FSDP_ERR_STATE,
+               "model '%s': this call waits for the model's operations, and was made inside a callback of one of its "
+               "groups: make it after the callback has returned",
+               model->name);
+}
 
 /* Every unit sharded and settled; the first failure is reported, after all have been seen to. */
 static fsdp_status settle_all(const struct units *units)
@@ -347,6 +371,7 @@ static fsdp_status settle_all(const struct units *units)
 fsdp_status model_finish_backward(fsdp_model *model)
 {
     TRY(model_usable(model));
+    TRY(check_outside(model));
     struct units units;
     TRY(units_hold(model, &units));
     fsdp_error_info before = {.status = FSDP_OK}; /* what has failed already is why others fail from here on */
@@ -362,6 +387,7 @@ fsdp_status model_finish_backward(fsdp_model *model)
 fsdp_status model_zero_grad(fsdp_model *model)
 {
     TRY(model_usable(model));
+    TRY(check_outside(model));
     struct units units;
     TRY(units_hold(model, &units));
     fsdp_status first = FSDP_OK;
@@ -424,6 +450,7 @@ fsdp_status model_reset(fsdp_model *model)
 {
     fsdp_group *group = model->group;
     TRY(model_usable(model));
+    TRY(check_outside(model));
     struct units units;
     int32_t n = 0, room = 3;
     for (struct small_group *small = model->small; small; small = small->next) room++;
@@ -434,13 +461,14 @@ fsdp_status model_reset(fsdp_model *model)
         mem_free(meetings);
         return status;
     }
-    model->awaiting = 0;      /* nothing new is begun */
-    (void)settle_all(&units); /* failures of the broken iteration are what reset is for */
-    slots_free(model);
+    model_forget_awaiting(model); /* nothing new is begun */
+    (void)settle_all(&units);     /* failures of the broken iteration are what reset is for */
+    slots_release(model);         /* ranks may have come to hold different ones */
+    model->slots_made = 0;
     schedule_forget(model);
     for (int32_t i = 0; i < units.n; i++) {
         fsdp_unit *unit = units.at[i];
-        unit->viewed = unit->publication = unit->chunked = 0; /* the ranks may have come to choose differently */
+        unit->viewed = unit->publication = unit->chunked = 0;
         unit_free_gradients(unit);
         unit_zero_grad(unit);
     }

@@ -86,6 +86,7 @@ static fsdp_status partials_make(fsdp_unit *unit)
     if (unit->partials || !unit->partial_bytes) return FSDP_OK;
     TRY(os_map_anonymous(os_page_round(unit->partial_bytes), &block));
     unit->partials = block;
+    memory_peaks(unit->model);
     return FSDP_OK;
 }
 
@@ -364,25 +365,22 @@ static fsdp_status replicate(fsdp_unit *unit, fsdp_work **handle)
 
 fsdp_status model_replicate(fsdp_model *model)
 {
-    if (!model->awaiting) return FSDP_OK;
-    fsdp_unit *unit = units_find(model, model->awaiting - 1);
-    if (!unit) {
-        model->awaiting = 0;
-        return FSDP_OK;
-    }
+    fsdp_unit *unit = model->awaiting;
+    if (!unit) return FSDP_OK;
     fsdp_status status = reduced(unit);
-    if (!unit->reducing) {
-        model->awaiting = 0;
-        if (status == FSDP_OK && (status = replicate(unit, &unit->replicating)) != FSDP_OK) lose(unit);
-    }
+    if (unit->reducing) return status; /* inside a callback */
+    model->awaiting = NULL;
+    if (status == FSDP_OK && (status = replicate(unit, &unit->replicating)) != FSDP_OK) lose(unit);
+    fsdp_error_info failure;
+    err_save(&failure);
     unit_release(unit);
-    return status;
+    return status == FSDP_OK ? FSDP_OK : err_restore(&failure);
 }
 
 fsdp_status unit_settle(fsdp_unit *unit)
 {
     fsdp_status first = FSDP_OK;
-    if (unit->model->awaiting == unit->number + 1) first = model_replicate(unit->model);
+    if (unit->model->awaiting == unit) first = model_replicate(unit->model);
     if (first == FSDP_OK) first = reduced(unit);
     if (!unit->replicating) return first;
     fsdp_status status = work_wait(unit->replicating, -1);
@@ -412,7 +410,8 @@ static fsdp_status submit(fsdp_unit *unit, fsdp_work *work, fsdp_work **handle)
         if (hybrid && unit->all_reduce) {
             if (handle) {
                 (void)model_replicate(unit->model); /* the one before; its failure is kept there */
-                unit->model->awaiting = unit->number + 1;
+                unit_retain(unit);
+                unit->model->awaiting = unit;
                 return FSDP_OK;
             }
             status = replicate(unit, NULL);
@@ -462,6 +461,13 @@ fsdp_status unit_reduce(fsdp_unit *unit, const DLTensor *const *grads, int32_t n
     if (!checked) return mem_none("gradients", most * sizeof *checked);
     for (int32_t k = 0; k < unit->n_entries; k++) checked[k].count = -1;
     fsdp_status status = grads_import(unit, grads, n, checked);
+    if (status == FSDP_OK && unit->model->awaiting && unit->shard_group &&
+        lane_is_advanced_here(&unit->shard_group->collectives))
+        status =
+            err(FSDP_ERR_STATE,
+                "unit '%s': post_backward inside a callback of its group, while the gradients of unit '%s' wait for "
+                "their replicas: call it after the callback has returned",
+                unit->name, unit->model->awaiting->name);
     if (status == FSDP_OK)
         status = unit_settle(unit); /* one reduction of a unit at a time: the next adds to its result */
     if (status == FSDP_OK)

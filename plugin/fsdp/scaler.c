@@ -134,10 +134,8 @@ fsdp_status scaler_unscale(fsdp_scaler *scaler, fsdp_model *model)
     TRY(check_ready(scaler));
     struct units units;
     fsdp_status status = units_hold(model, &units);
-    if (status == FSDP_OK) {
-        status = units_settle(&units);
-        status = agree(scaler, status, status == FSDP_OK && !units_finite(&units));
-    }
+    if (status == FSDP_OK) status = units_settle(&units);
+    status = agree(scaler, status, status == FSDP_OK && !units_finite(&units));
     if (status == FSDP_OK) units_scale(&units, 1 / scaler->scale);
     units_drop(&units);
     return status;

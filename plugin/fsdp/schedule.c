@@ -155,11 +155,18 @@ static fsdp_status reshard_ahead(fsdp_model *model)
     return status;
 }
 
+/* A loop of forward passes that never begins with the same unit has no end: it is not followed. */
+#define EVENTS_MOST (1 << 16)
+
 static fsdp_status note(fsdp_unit *unit, fsdp_phase phase)
 {
     fsdp_model *model = unit->model;
     struct schedule *s = &model->schedule;
     struct event event = {.unit = unit->number, .phase = phase};
+    if (s->n_now >= EVENTS_MOST) {
+        s->n_now = s->pass = s->learnt = 0;
+        s->at = -1;
+    }
     int expected = is_next(s, &event);
     if (!expected && phase == FSDP_FORWARD && s->n_now > s->pass && same(&s->now[s->pass], &event) && only_forward(s)) {
         TRY(reshard_ahead(model));
@@ -176,6 +183,13 @@ static fsdp_status note(fsdp_unit *unit, fsdp_phase phase)
     else if (s->learnt && s->at >= 0)
         left(model, unit, phase);
     return FSDP_OK;
+}
+
+/* The call that was just noted failed, and may be made again. */
+static void unnote(struct schedule *s)
+{
+    s->n_now--;
+    if (s->at > 0) s->at--;
 }
 
 void schedule_end(fsdp_model *model)
@@ -199,7 +213,7 @@ void schedule_end(fsdp_model *model)
 void schedule_forget(fsdp_model *model)
 {
     struct schedule *s = &model->schedule;
-    s->n_known = s->n_now = s->pass = s->known_pass = s->at = s->learnt = 0;
+    s->n_known = s->n_now = s->pass = s->known_pass = s->at = s->learnt = s->guessed_wrong = 0;
 }
 
 void schedule_free(fsdp_model *model)
@@ -217,16 +231,13 @@ static int32_t units_in_flight(const fsdp_model *model)
     return n;
 }
 
-/* 1 in *counts when the unit is, or is about to be, full because of this. */
-static fsdp_status fetch(fsdp_model *model, int64_t number, int reuse, int32_t *counts)
+static fsdp_status fetch(fsdp_model *model, int64_t number, int reuse)
 {
     fsdp_status status = FSDP_OK;
     fsdp_unit *unit = units_find(model, number);
-    *counts = 0;
     if (!unit) return FSDP_OK;
     if (unit->state == FSDP_UNIT_SHARDED && units_in_flight(model) < model->prefetch_limit)
         status = unit_unshard_ahead(unit, reuse);
-    *counts = unit->ahead;
     unit_release(unit);
     return status;
 }
@@ -236,13 +247,13 @@ static fsdp_status prefetch(fsdp_unit *unit, fsdp_phase phase, int32_t depth)
     fsdp_model *model = unit->model;
     const struct schedule *s = &model->schedule;
     const struct prefetch *list = &unit->prefetch[phase];
-    int32_t counts;
-    for (int32_t i = 0; i < list->n; i++) TRY(fetch(model, list->units[i], phase == FSDP_BACKWARD, &counts));
+    for (int32_t i = 0; i < list->n; i++) TRY(fetch(model, list->units[i], phase == FSDP_BACKWARD));
     if (list->n || !s->learnt || s->at < 0) return FSDP_OK;
     for (int32_t k = s->at; k < s->n_known && depth > 0; k++) {
         if (phase == FSDP_FORWARD && s->known[k].phase != FSDP_FORWARD) break;
+        if (phase == FSDP_BACKWARD && same(&s->known[k], &s->known[0])) break; /* the next micro-batch */
         if (s->known[k].unit == unit->number) continue;
-        TRY(fetch(model, s->known[k].unit, phase == FSDP_BACKWARD, &counts));
+        TRY(fetch(model, s->known[k].unit, s->known[k].phase == FSDP_BACKWARD));
         depth--;
     }
     return FSDP_OK;
@@ -265,12 +276,21 @@ fsdp_status unit_set_prefetch(fsdp_unit *unit, fsdp_phase phase, fsdp_unit *cons
 
 /* ---- hooks */
 
-fsdp_status unit_pre_forward(fsdp_unit *unit)
+/* Make the unit full and begin what comes next. A call that fails can be made again: then it is as if for the first
+ * time, so that this rank goes on to prefetch what the others do. */
+static fsdp_status enter(fsdp_unit *unit, fsdp_phase phase, int reuse, int32_t depth)
 {
     TRY(model_usable(unit->model));
-    TRY(note(unit, FSDP_FORWARD));
-    TRY(unit_unshard(unit, unit->in_backward, NULL));
-    return prefetch(unit, FSDP_FORWARD, unit->model->forward_prefetch);
+    TRY(note(unit, phase));
+    fsdp_status status = unit_unshard(unit, reuse, NULL);
+    if (status == FSDP_OK) status = prefetch(unit, phase, depth);
+    if (status != FSDP_OK) unnote(&unit->model->schedule);
+    return status;
+}
+
+fsdp_status unit_pre_forward(fsdp_unit *unit)
+{
+    return enter(unit, FSDP_FORWARD, unit->in_backward, unit->model->forward_prefetch);
 }
 
 fsdp_status unit_post_forward(fsdp_unit *unit)
@@ -282,12 +302,9 @@ fsdp_status unit_post_forward(fsdp_unit *unit)
 
 fsdp_status unit_pre_backward(fsdp_unit *unit)
 {
-    fsdp_model *model = unit->model;
-    TRY(model_usable(model));
-    TRY(note(unit, FSDP_BACKWARD));
-    TRY(unit_unshard(unit, 1, NULL));
+    TRY(enter(unit, FSDP_BACKWARD, 1, unit->model->backward_prefetch == FSDP_BACKWARD_PRE));
     unit->in_backward = 1;
-    return prefetch(unit, FSDP_BACKWARD, model->backward_prefetch == FSDP_BACKWARD_PRE);
+    return FSDP_OK;
 }
 
 fsdp_status unit_post_backward(fsdp_unit *unit, const DLTensor *const *grads, int32_t n, fsdp_work **handle)
@@ -297,5 +314,8 @@ fsdp_status unit_post_backward(fsdp_unit *unit, const DLTensor *const *grads, in
     unit->in_backward = 0;
     if (!unit->keep_after_backward) TRY(unit_reshard(unit, RESHARD_RELEASE));
     if (model->backward_prefetch != FSDP_BACKWARD_POST || unit->prefetch[FSDP_BACKWARD].n) return FSDP_OK;
-    return prefetch(unit, FSDP_BACKWARD, 1);
+    /* The reduction is under way, with the host's gradients: its handle must not be lost because of another unit. What
+     * fails here fails again in that unit's pre_backward, and is told there. */
+    (void)prefetch(unit, FSDP_BACKWARD, 1);
+    return FSDP_OK;
 }

@@ -192,8 +192,6 @@ static int keeps_full(fsdp_strategy strategy)
 fsdp_status unit_set_reshard_after_forward(fsdp_unit *unit, int32_t value)
 {
     TRY(reshard_check(value, unit_shard_size(unit)));
-    CHECK_ARG(value < 2 || unit->shard_group, "reshard_after_forward is %d, but unit '%s' is not sharded", value,
-              unit->name);
     if (value == FSDP_RESHARD_DEFAULT) value = keeps_full(unit->strategy) ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS;
     if (value > 1 && value == unit_shard_size(unit)) value = FSDP_RESHARD_ALWAYS;
     if (value != unit->reshard_after_forward) { /* parts for another number of ranks are of no use */
@@ -227,7 +225,7 @@ static fsdp_status settle_options(fsdp_unit *unit, const fsdp_unit_options *opti
     if (options->precision) TRY(precision_read(options->precision, &unit->precision));
     int32_t reshard = options->reshard_after_forward;
     if (!reshard && strategy == model->strategy) reshard = model->reshard_after_forward;
-    CHECK_ARG(reshard != FSDP_RESHARD_ALWAYS || !keeps_full(strategy) || strategy == FSDP_NO_SHARD,
+    CHECK_ARG(reshard < FSDP_RESHARD_ALWAYS || !keeps_full(strategy) || strategy == FSDP_NO_SHARD,
               "unit '%s': a strategy that keeps parameters full after forward and reshard_after_forward ALWAYS "
               "contradict each other",
               unit->name);
@@ -369,26 +367,43 @@ static fsdp_status entries_make(fsdp_unit *unit, const fsdp_param *params, const
     return status;
 }
 
-/* `prepared` and `all` are made beforehand: once this rank's peers may wait for it, nothing here fails for want of
- * memory. */
-static fsdp_status make(fsdp_unit *unit, const fsdp_param *params, const struct tensor *fulls, int32_t n,
-                        fsdp_work **prepared, struct report *all)
+/* What a unit takes before the ranks meet: from there on nothing fails on one of them alone, for want of memory. */
+struct making {
+    fsdp_work *exchange, *values[2];
+    struct report *all;
+};
+
+static fsdp_status check_meta(const fsdp_model *model, const fsdp_param *params, int32_t n)
+{
+    for (int32_t k = 0; k < n && model->sync_module_states && model->group->rank == 0; k++)
+        CHECK_ARG(!params[k].meta, "params[%d] '%s' is meta on rank 0, whose values sync_module_states gives to all", k,
+                  params[k].name);
+    return FSDP_OK;
+}
+
+/* This rank's part. */
+static fsdp_status make_alone(fsdp_unit *unit, const fsdp_param *params, const struct tensor *fulls, int32_t n,
+                              const fsdp_unit_options *options, struct making *making, struct report *mine)
 {
     fsdp_model *model = unit->model;
-    struct report mine = {.n = 0};
-    fsdp_status status = entries_make(unit, params, fulls, n, &mine);
-    if (status == FSDP_ERR_INVALID) return status; /* this rank's arguments: as other argument errors */
-    if (status == FSDP_OK) status = unit_memory(unit);
-    if (status == FSDP_OK && !model->sync_module_states) unit_take_values(unit, params, fulls);
-    if (status == FSDP_OK && model->sync_module_states && model->group->rank == 0)
-        for (int32_t k = 0; k < n && status == FSDP_OK; k++)
-            if (params[k].meta)
-                status = err(FSDP_ERR_INVALID,
-                             "params[%d] '%s' is meta on rank 0, whose values sync_module_states gives "
-                             "to all",
-                             k, params[k].name);
-    TRY(agree(unit, prepared, status, &mine, all, params, n));
-    if (model->sync_module_states) TRY(unit_sync_values(unit, params, fulls));
+    TRY(settle_options(unit, options));
+    for (int32_t i = 0; i < n; i++) TRY(check_param(model, params, fulls, i));
+    TRY(check_meta(model, params, n));
+    TRY(entries_make(unit, params, fulls, n, mine));
+    TRY(unit_memory(unit));
+    if (model->sync_module_states) return unit_sync_prepare(unit, params, fulls, making->values);
+    unit_take_values(unit, params, fulls);
+    return FSDP_OK;
+}
+
+static fsdp_status make(fsdp_unit *unit, const fsdp_param *params, const struct tensor *fulls, int32_t n,
+                        const fsdp_unit_options *options, struct making *making)
+{
+    fsdp_model *model = unit->model;
+    struct report mine = {.n = n};
+    fsdp_status status = make_alone(unit, params, fulls, n, options, making, &mine);
+    TRY(agree(unit, &making->exchange, status, &mine, making->all, params, n));
+    TRY(unit_sync_values(making->values));
     model->units_made++;
     pthread_mutex_lock(&model->lock);
     fsdp_unit **end = &model->units;
@@ -403,7 +418,6 @@ fsdp_status unit_create(fsdp_model *model, const char *name, const fsdp_param *p
                         int32_t n, const fsdp_unit_options *options, fsdp_unit **out)
 {
     TRY(model_usable(model));
-    for (int32_t i = 0; i < n; i++) TRY(check_param(model, params, fulls, i));
     fsdp_unit *unit = mem_alloc(sizeof *unit);
     if (!unit) return mem_none("a unit", sizeof *unit);
     ref_init(&unit->ref, REF_UNIT);
@@ -415,21 +429,20 @@ fsdp_status unit_create(fsdp_model *model, const char *name, const fsdp_param *p
         snprintf(unit->name, sizeof unit->name, "%s", name);
     else
         snprintf(unit->name, sizeof unit->name, "unit%lld", (long long)unit->number);
-    fsdp_work *prepared = NULL;
-    struct report *all = NULL;
-    fsdp_status status = settle_options(unit, options);
-    if (status == FSDP_OK) status = group_prepare(model->group, &prepared);
-    if (status == FSDP_OK && !(all = mem_array((size_t)model->group->size, sizeof *all)))
-        status = mem_none("comparing units", (size_t)model->group->size * sizeof *all);
-    if (status == FSDP_OK) status = make(unit, params, fulls, n, &prepared, all);
-    work_release(prepared);
-    mem_free(all);
+    struct making making = {.all = mem_array((size_t)model->group->size, sizeof *making.all)};
+    fsdp_status status = making.all ? group_prepare(model->group, &making.exchange)
+                                    : mem_none("comparing units", (size_t)model->group->size * sizeof *making.all);
+    if (status == FSDP_OK) status = make(unit, params, fulls, n, options, &making);
+    fsdp_error_info failure;
+    err_save(&failure);
+    work_release(making.exchange);
+    work_release(making.values[0]);
+    work_release(making.values[1]);
+    mem_free(making.all);
     if (status == FSDP_OK) {
         *out = unit;
         return FSDP_OK;
     }
-    fsdp_error_info failure;
-    err_save(&failure);
     unit_free(unit);
     return err_restore(&failure);
 }

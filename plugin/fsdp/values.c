@@ -32,11 +32,12 @@ void unit_take_values(fsdp_unit *unit, const fsdp_param *params, const struct te
 }
 
 /* The shard dimension's first rank sends each of its ranks their part. */
-static fsdp_status scatter(fsdp_unit *unit, const struct tensor *fulls)
+static fsdp_status scatter_prepare(fsdp_unit *unit, const struct tensor *fulls, fsdp_work **out)
 {
     fsdp_group *group = unit->shard_group;
     fsdp_work *work;
     TRY(work_create(group, &group->collectives, 1, 0, &work));
+    *out = work;
     struct op *op = op_init(work, 0, FSDP_OP_SYNC_STATES, unit->hash, unit->name, sizeof unit->name);
     struct transfer *transfer = &op->transfer;
     transfer->shape = TRANSFER_EXCHANGE;
@@ -46,43 +47,36 @@ static fsdp_status scatter(fsdp_unit *unit, const struct tensor *fulls)
     for (int32_t i = 0; i < unit->n_params && status == FSDP_OK; i++) {
         const struct param *p = &unit->params[i];
         struct tensor whole = fulls[first_entry(unit, i)], shard;
-        char *in = NULL, *out = NULL;
+        char *from = NULL, *to = NULL;
         tensor_first(&whole, p->shard_dim);
-        if (group->rank == 0) status = work_pack(work, &op->packed, &whole, p->type, PACK_IN, &in);
+        if (group->rank == 0) status = work_pack(work, &op->packed, &whole, p->type, PACK_IN, &from);
         param_shard(p, p->shard, p->type, &shard);
         tensor_first(&shard, p->shard_dim);
-        if (status == FSDP_OK) status = work_pack(work, &op->packed, &shard, p->type, PACK_OUT, &out);
+        if (status == FSDP_OK) status = work_pack(work, &op->packed, &shard, p->type, PACK_OUT, &to);
         transfer->pieces[transfer->n_pieces++] =
-            (struct piece){.in = in,
-                           .out = out,
+            (struct piece){.in = from,
+                           .out = to,
                            .type = p->type,
                            .out_type = p->type,
                            .in_split = {.count = p->count, .at = p->at, .only = -1},
                            .out_split = {.count = p->shard_count, .only = 0}};
     }
-    if (status == FSDP_OK) status = work_addresses(work, transfer);
-    if (status != FSDP_OK) {
-        work_release(work);
-        return status;
-    }
-    return lane_submit(work, NULL);
+    return status == FSDP_OK ? work_addresses(work, transfer) : status;
 }
 
 /* The first replica's shards to all. */
-static fsdp_status replicate(fsdp_unit *unit)
+static fsdp_status replicate_prepare(fsdp_unit *unit, fsdp_work **out)
 {
     fsdp_group *group = unit->replicate_group;
     fsdp_work *work;
     TRY(work_create(group, &group->collectives, 1, 0, &work));
+    *out = work;
     struct op *op = op_init(work, 0, FSDP_OP_SYNC_STATES, unit->hash, unit->name, sizeof unit->name);
     struct transfer *transfer = &op->transfer;
     transfer->shape = TRANSFER_SPREAD;
     transfer->reader = -1;
     transfer->pieces = work_memory(work, sizeof(struct piece));
-    if (!transfer->pieces) {
-        work_release(work);
-        return FSDP_ERR_NOMEM;
-    }
+    if (!transfer->pieces) return FSDP_ERR_NOMEM;
     transfer->n_pieces = 1; /* the whole block: equal ranks of equal units have equal ones */
     transfer->pieces[0] = (struct piece){.in = group->rank == 0 ? unit->shards : NULL,
                                          .out = group->rank == 0 ? NULL : unit->shards,
@@ -90,14 +84,26 @@ static fsdp_status replicate(fsdp_unit *unit)
                                          .out_type = DTYPE_U8,
                                          .in_split = {.only = -1},
                                          .out_split = {.count = (int64_t)unit->shard_bytes, .only = 0}};
-    return lane_submit(work, NULL);
+    return FSDP_OK;
 }
 
-fsdp_status unit_sync_values(fsdp_unit *unit, const fsdp_param *params, const struct tensor *fulls)
+fsdp_status unit_sync_prepare(fsdp_unit *unit, const fsdp_param *params, const struct tensor *fulls,
+                              fsdp_work *works[2])
 {
     if (!unit->shard_group && unit->replicate_group->rank == 0) unit_take_values(unit, params, fulls);
-    if (unit->shard_group && (!unit->replicate_group || unit->replicate_group->rank == 0)) TRY(scatter(unit, fulls));
-    return unit->replicate_group ? replicate(unit) : FSDP_OK;
+    if (unit->shard_group && (!unit->replicate_group || unit->replicate_group->rank == 0))
+        TRY(scatter_prepare(unit, fulls, &works[0]));
+    return unit->replicate_group ? replicate_prepare(unit, &works[1]) : FSDP_OK;
+}
+
+fsdp_status unit_sync_values(fsdp_work *works[2])
+{
+    for (int i = 0; i < 2; i++) {
+        fsdp_work *work = works[i];
+        works[i] = NULL;
+        if (work) TRY(lane_submit(work, NULL));
+    }
+    return FSDP_OK;
 }
 
 /* ---- edits of the full views */
@@ -215,6 +221,7 @@ fsdp_status unit_load_param(fsdp_unit *unit, int32_t index, const struct tensor 
               "full is %s, but parameter '%s' is %s: shapes must be equal, and the dtype a float one",
               tensor_text(full, text), unit->entries[index].name, tensor_text(&shard, want));
     TRY(unit_unshard_end(unit));
+    if (unit->ahead) TRY(unit_reshard(unit, RESHARD_RELEASE)); /* by prefetch: the host did not ask for it */
     if (unit->state != FSDP_UNIT_SHARDED && !unit->aliased)
         return err(FSDP_ERR_STATE,
                    "parameter '%s' can't be loaded while its unit '%s' is unsharded: call fsdp_unit_reshard first",

@@ -55,9 +55,8 @@ fsdp_status call_compare(fsdp_group *group)
         call_text(&other, t->ops->payload_of(t, r), b);
         int unit = is_unit_call(first.kind);
         const char *why = strcmp(a, b) != 0 ? ""
-                          : unit ? " (they differ in parameters, frozen flags, gradient sync or divisor, or made their "
-                                   "units, and called "
-                                   "for them, in another order before)"
+                          : unit ? " (they differ in frozen flags, gradient sync, divisor, reshard or prefetch "
+                                   "settings, or called for units in another order before)"
                           : first.kind == FSDP_OP_GRAD_NORM || first.kind == FSDP_OP_CLIP_GRAD_NORM
                               ? " (they differ in p, max_norm or error_if_nonfinite, or in the model's units)"
                           : first.kind == FSDP_OP_CREATE_MESH ? " (they differ in sizes or names)"

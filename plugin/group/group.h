@@ -164,6 +164,7 @@ struct pool {
     void *at[POOL_BUFFERS]; /* NULL: none */
     size_t bytes[POOL_BUFFERS];
     unsigned next;
+    size_t out, most, kept; /* bytes: with works now, and at most so far; and here */
 };
 
 void pool_init(struct pool *pool);

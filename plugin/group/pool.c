@@ -25,21 +25,39 @@ fsdp_status pool_take(struct pool *pool, size_t bytes, void **out)
         if (!pool->at[i] || pool->bytes[i] != bytes) continue;
         *out = pool->at[i];
         pool->at[i] = NULL;
+        pool->kept -= bytes;
     }
+    pool->out += bytes;
+    if (pool->out > pool->most) pool->most = pool->out;
     pthread_mutex_unlock(&pool->lock);
-    return *out ? FSDP_OK : os_map_anonymous(bytes, out);
+    fsdp_status status = *out ? FSDP_OK : os_map_anonymous(bytes, out);
+    if (status == FSDP_OK) return FSDP_OK;
+    pthread_mutex_lock(&pool->lock);
+    pool->out -= bytes;
+    pthread_mutex_unlock(&pool->lock);
+    return status;
 }
 
 void pool_give(struct pool *pool, void *at, size_t bytes)
 {
+    void *old[POOL_BUFFERS + 1];
+    size_t old_bytes[POOL_BUFFERS + 1];
+    int n = 0;
     pthread_mutex_lock(&pool->lock);
-    unsigned i = 0;
-    while (i < POOL_BUFFERS && pool->at[i]) i++;
-    if (i == POOL_BUFFERS) i = pool->next++ % POOL_BUFFERS; /* in place of one that nobody may ask for any more */
-    void *old = pool->at[i];
-    size_t old_bytes = pool->bytes[i];
-    pool->at[i] = at;
-    pool->bytes[i] = bytes;
+    pool->out -= bytes;
+    pool->kept += bytes;
+    /* The oldest go, until what is kept was in use at one time. */
+    for (unsigned k = 0; k < POOL_BUFFERS; k++) {
+        unsigned i = (pool->next + k) % POOL_BUFFERS;
+        if (!pool->at[i] || (pool->kept + pool->out <= pool->most && k > 0)) continue;
+        old[n] = pool->at[i];
+        old_bytes[n++] = pool->bytes[i];
+        pool->kept -= pool->bytes[i];
+        pool->at[i] = NULL;
+    }
+    pool->at[pool->next] = at;
+    pool->bytes[pool->next] = bytes;
+    pool->next = (pool->next + 1) % POOL_BUFFERS;
     pthread_mutex_unlock(&pool->lock);
-    os_unmap(old, old_bytes);
+    for (int i = 0; i < n; i++) os_unmap(old[i], old_bytes[i]);
 }

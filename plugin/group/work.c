@@ -72,11 +72,23 @@ static void free_packed(fsdp_group *group, struct packed *list)
     }
 }
 
+/* Once the operations are over; a handle may be kept for long after. */
+static void packed_free_all(fsdp_work *work)
+{
+    for (int32_t i = 0; i < work->n_ops; i++) {
+        free_packed(work->group, work->ops[i].packed);
+        work->ops[i].packed = NULL;
+    }
+    for (int32_t i = 0; i < work->n_transits; i++) {
+        free_packed(work->group, work->transits[i].packed);
+        work->transits[i].packed = NULL;
+    }
+}
+
 void work_release(fsdp_work *work)
 {
     if (!work || !ref_put(&work->ref)) return;
-    for (int32_t i = 0; i < work->n_ops; i++) free_packed(work->group, work->ops[i].packed);
-    for (int32_t i = 0; i < work->n_transits; i++) free_packed(work->group, work->transits[i].packed);
+    packed_free_all(work);
     /* Keeps of a work that was never submitted: their owners were told that keeping succeeded. */
     keeps_release(work->keeps);
     for (struct block *block = work->blocks; block;) {
@@ -153,6 +165,7 @@ void work_complete(fsdp_work *work, fsdp_status status)
 {
     struct lane *lane = work->lane;
     if (status != FSDP_OK) err_save(&work->failure);
+    packed_free_all(work);
     pthread_mutex_lock(&lane->lock);
     work->completing = 1; /* a keep that comes from here on is served by its caller */
     struct keep *keeps = work->keeps;
