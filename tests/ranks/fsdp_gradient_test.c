@@ -372,13 +372,14 @@ static void rank_refused(struct rank *r)
     struct host_unit u;
     host_unit_make(r, model, "u", trained, TRAINED, 0, &u);
 
-    /* Units. Each rank is refused by itself: nobody waits for it. */
+    /* Units. What a unit is to be made of is judged together: one rank's refusal is everyone's. */
     static const struct spec repeated[] = {{"new", DTYPE_F32, 1, {3}, 0}, {"new", DTYPE_F32, 1, {4}, 0}};
     static const struct spec taken[] = {{"new", DTYPE_F32, 1, {3}, 0}, {"h", DTYPE_F32, 1, {4}, 0}};
     static const struct spec whole[] = {{"new", DTYPE_I32, 1, {3}, 0}}, scalar[] = {{"new", DTYPE_F32, 0, {0}, 0}};
     static const struct spec nameless[] = {{"", DTYPE_F32, 1, {3}, 0}}, complex[] = {{"new", DTYPE_C64, 1, {3}, 0}};
     fsdp_unit *unit = NULL;
     uint64_t before = operations_of(group);
+    fsdp_memory_info refused_from = memory_of(model);
     REFUSED(unit_try(model, "v", repeated, 2, 0, &unit), FSDP_ERR_INVALID, "both named 'new'");
     REFUSED(unit_try(model, "v", taken, 2, 0, &unit), FSDP_ERR_INVALID, "'h' is managed by unit 'u'");
     REFUSED(unit_try(model, "v", whole, 1, 0, &unit), FSDP_ERR_UNSUPPORTED, "'new' is int32");
@@ -392,8 +393,11 @@ static void rank_refused(struct rank *r)
     REFUSED(fsdp_unit_create(model, "v", &one, 0, NULL, &unit), FSDP_ERR_INVALID, "n is 0");
     one.reserved = 1;
     REFUSED(fsdp_unit_create(model, "v", &one, 1, NULL, &unit), FSDP_ERR_INVALID, "reserved");
-    CHECK(!unit && operations_of(group) == before, "a refused call left something");
-    if (r->rank == r->size - 1) REFUSED(unit_try(model, "v", whole, 1, 0, &unit), FSDP_ERR_UNSUPPORTED, "int32");
+    static const struct spec fine[] = {{"new", DTYPE_F32, 1, {3}, 0}};
+    REFUSED(unit_try(model, "v", r->rank == r->size - 1 ? whole : fine, 1, 0, &unit), FSDP_ERR_UNSUPPORTED, "int32");
+    CHECK(!unit && operations_of(group) == before + 8, "%llu operations",
+          (unsigned long long)(operations_of(group) - before));
+    CHECK(memory_of(model).shards == refused_from.shards, "a refused call left something");
 
     /* Gradients. */
     struct sums sums = {0};

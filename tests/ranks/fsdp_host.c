@@ -157,6 +157,12 @@ void slots_end(struct host_slots *s)
     for (int i = 0; i < s->n; i++) s->at[i].holder = 0, s->at[i].content = 0;
 }
 
+void slots_reset(struct host_slots *s)
+{
+    s->n = 0;
+    s->bytes = 0;
+}
+
 void slots_expect(const struct host_slots *s, fsdp_model *model, const char *when)
 {
     fsdp_memory_info info = memory_of(model);

@@ -63,7 +63,8 @@ void slots_publish(struct host_slots *s, struct host_content *u);
 /* Before backward: true when it still lies where it was, and is held again. */
 int slots_reuse(struct host_slots *s, struct host_content *u);
 void slots_leave(struct host_slots *s, const struct host_content *u);
-void slots_end(struct host_slots *s); /* finish_backward: all are free, and hold nothing of use */
+void slots_end(struct host_slots *s);   /* finish_backward: all are free, and hold nothing of use */
+void slots_reset(struct host_slots *s); /* there are none any more */
 void slots_expect(const struct host_slots *s, fsdp_model *model, const char *when);
 
 /* ---- units */

@@ -428,7 +428,7 @@ static void random_call(struct trial *t, uint64_t *common, uint64_t *own)
             will_reshard(t, k);
             t->expected[k].current = t->expected[k].in_backward = t->expected[k].content.slot = 0;
         }
-        slots_end(&t->slots);
+        slots_reset(&t->slots);
         t->operations++;
         OK(fsdp_model_reset(t->model));
         break;
