@@ -281,6 +281,18 @@ Test(fsdp_tape, prefetch_changes_nothing)
             }
 }
 
+/* Backward has what forward left, whole or in n-th parts: nothing is published again. */
+static void look_at_publications(struct tape_host *h)
+{
+    int tied = h->plan->shape.tied ? tape_host_unit_of(h, "embed.tokens") : -1;
+    for (int u = 0; u < h->model.n_units; u++) {
+        int forwards = u == tied && h->plan->reshard_after_forward != FSDP_RESHARD_NEVER ? 2 : 1; /* in one step */
+        int64_t n = tape_host_unit(h, u).publications;
+        CHECK(n == (int64_t)h->step * forwards, "unit %d was published %lld times in %d steps", u, (long long)n,
+              h->step);
+    }
+}
+
 Test(fsdp_tape, reshard_after_forward_may_be_never_or_a_number)
 {
     static const int ranks[] = {1, 2, 4, 4, 3, 4}, reshard[] = {FSDP_RESHARD_NEVER, 2, 2, 4, 3, FSDP_RESHARD_NEVER};
@@ -290,7 +302,8 @@ Test(fsdp_tape, reshard_after_forward_may_be_never_or_a_number)
             plan.reshard_after_forward = reshard[i];
             plan.private_unshard = private;
             plan.backward_prefetch = i % 3;
-            train(plan, ranks[i]);
+            plan.evaluate = 0;
+            train_looking(plan, ranks[i], reshard[i] == ranks[i] ? NULL : look_at_publications);
         }
 }
 
@@ -612,6 +625,25 @@ Test(fsdp_tape, reset_makes_good_an_exception_in_the_middle)
                 plan.replicas = n > 1 ? 2 : 1;
                 strcpy(plan.schedule, "RS");
             }
+            train(plan, n);
+        }
+}
+
+/* Where one rank had seen more of an iteration than another, both still prefetch alike afterwards. */
+Test(fsdp_tape, reset_makes_good_an_exception_in_two_forwards)
+{
+    for (int n = 2; n <= 4; n++)
+        for (int o = 0; o < 6; o++) {
+            struct plan plan = *models[o & 1];
+            plan.seed += (unsigned long long)(n * 100 + o);
+            plan.breaks = 3;
+            plan.paired = 1;
+            plan.finish_each = 1;
+            plan.private_unshard = o % 3 == 1;
+            plan.forward_prefetch = 1 + o % 2;
+            plan.backward_prefetch = o % 3;
+            plan.evaluate = o > 2;
+            strcpy(plan.schedule, o < 4 ? "NSS" : "SS");
             train(plan, n);
         }
 }

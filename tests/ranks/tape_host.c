@@ -153,6 +153,12 @@ static void take_param(struct tape_host *h, int p)
           "%s: full view of another size or dtype", info->name);
     CHECK(param->info.tied_to == (info->tied_to >= 0 ? h->model.params[home].index : -1), "%s: tied to %d", info->name,
           param->info.tied_to);
+    const fsdp_unit_info *of = &h->infos[info->unit];
+    int dim = param->info.shard_dim, begin, length;
+    rows_of((int)info->shape[dim], of->shard_rank, of->shard_size, &begin, &length);
+    CHECK(param->info.shard_length == length && (!length || param->info.shard_start == begin),
+          "%s: rank %d has rows %lld to %lld of %lld", info->name, h->r->rank, (long long)param->info.shard_start,
+          (long long)(param->info.shard_start + param->info.shard_length), (long long)info->shape[dim]);
     param->values = malloc((size_t)(info->count + 1) * sizeof(float));
     param->first = calloc((size_t)shard_count(param) + 1, sizeof(double));
     param->second = calloc((size_t)shard_count(param) + 1, sizeof(double));
@@ -299,6 +305,10 @@ static void post_backward(struct trainer *tr, struct tape *t, int unit)
     hook(h, fsdp_unit_post_backward(h->units[unit], grads, n, h->plan->asynchronous ? &work : NULL), "post_backward",
          unit);
     fsdp_work_release(work);
+    int kept = h->plan->keep_full && h->micro + 1 < (int)strlen(h->plan->schedule);
+    if (h->infos[unit].strategy != FSDP_NO_SHARD && h->infos[unit].full_bytes)
+        CHECK((tape_host_unit(h, unit).state == FSDP_UNIT_UNSHARDED) == kept,
+              "seed %llu: after its backward unit %d is %s", h->plan->seed, unit, kept ? "sharded" : "not sharded");
 }
 
 static void begin_backward(struct trainer *tr, int micro)
