@@ -142,7 +142,7 @@ static void make_unit(struct host *h, int u)
 {
     fsdp_param params[PARAMS] = {0};
     DLTensor tensors[PARAMS];
-    char names[PARAMS][16], name[8];
+    char names[PARAMS][16], name[16];
     geometry(h, u);
     new_values(h, u);
     for (int i = 0; i < PARAMS; i++) {

@@ -50,7 +50,7 @@ void host_make(struct rank *r, const struct plan *plan, struct host *h)
         OK(fsdp_model_create(h->group, &options, &h->model));
     }
     for (int u = 0; u < plan->units; u++) {
-        char name[8];
+        char name[16];
         float *values = malloc((size_t)sizes[u] * sizeof *values);
         DLTensor full = view(values, DTYPE_F32, 1, &sizes[u]);
         fsdp_unit_options unit = {
