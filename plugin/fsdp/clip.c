@@ -66,9 +66,7 @@ fsdp_status ranks_tell(fsdp_group *group, fsdp_op_kind kind, uint64_t hash, cons
 /* What the ranks must agree on. A unit that only some ranks still have would be counted on those alone. */
 static uint64_t units_hash(const struct units *units, double p)
 {
-    uint64_t hash = hash_bytes(HASH_START, &p, sizeof p);
-    for (int32_t i = 0; i < units->n; i++) hash = hash_number(hash, units->at[i]->hash);
-    return hash;
+    return hash_bytes(units->hash, &p, sizeof p);
 }
 
 /* The next term of a norm's sum, or of its maximum. */

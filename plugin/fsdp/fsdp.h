@@ -185,6 +185,7 @@ fsdp_status model_broadcast(fsdp_model *model, const DLTensor *const *tensors, i
 struct units {
     fsdp_unit **at;
     int32_t n;
+    uint64_t hash; /* which ones they are; also when there was no memory for the list */
 };
 fsdp_status units_hold(fsdp_model *model, struct units *out);
 void units_drop(struct units *units);

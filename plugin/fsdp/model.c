@@ -260,12 +260,16 @@ fsdp_status units_hold(fsdp_model *model, struct units *out)
 {
     fsdp_status status = FSDP_OK;
     int32_t n = 0;
-    *out = (struct units){0};
+    *out = (struct units){.hash = HASH_START};
     pthread_mutex_lock(&model->lock);
-    for (fsdp_unit *unit = model->units; unit; unit = unit->next) n++;
+    for (fsdp_unit *unit = model->units; unit; unit = unit->next) {
+        if (atomic_load_explicit(&unit->ref.count, memory_order_relaxed) <= 0) continue; /* it is about to go */
+        out->hash = hash_number(out->hash, unit->hash);
+        n++;
+    }
     if (n && !(out->at = mem_array((size_t)n, sizeof *out->at)))
         status = mem_none("a list of units", (size_t)n * sizeof *out->at);
-    for (fsdp_unit *unit = model->units; unit && status == FSDP_OK; unit = unit->next)
+    for (fsdp_unit *unit = model->units; unit && out->n < n && status == FSDP_OK; unit = unit->next)
         if (ref_try_get(&unit->ref)) out->at[out->n++] = unit;
     pthread_mutex_unlock(&model->lock);
     return status;
