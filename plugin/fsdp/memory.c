@@ -67,6 +67,7 @@ void model_memory(fsdp_model *model, fsdp_memory_info *info)
             info->total_parameters += unit->params[i].count * (int64_t)dtype_size(unit->params[i].type);
         if (unit->full_data > info->largest_unit) info->largest_unit = unit->full_data;
         info->published_bytes += unit->published_bytes;
+        if (unit->counts && unit_query_state(unit) == FSDP_UNIT_UNSHARDED) info->published_bytes += unit->shard_data;
         info->reduced_bytes += unit->reduced_bytes;
         info->replicated_bytes += unit->replicated_bytes;
     }

@@ -18,6 +18,7 @@
 #include "base/log.h"
 #include "base/mem.h"
 
+#include <stdio.h>
 #include <string.h>
 
 /* ---- the order */
@@ -131,16 +132,18 @@ static void left(fsdp_model *model, const fsdp_unit *unit, fsdp_phase phase)
     }
     if (s->told || model->group->rank != 0 || (s->known_pass && !known_is_balanced(s))) return;
     s->told = 1;
-    char name[CALL_LABEL];
-    int more = at < s->n_known;
+    char name[CALL_LABEL], before[CALL_LABEL + 40];
+    static const char *const phases[] = {"forward", "backward"};
+    if (at < s->n_known)
+        snprintf(before, sizeof before, "had %s of '%s'", phases[s->known[at].phase],
+                 name_of(model, s->known[at].unit, name));
+    else
+        snprintf(before, sizeof before, "was over");
     LOG(FSDP_LOG_WARN,
-        "model '%s': %s of unit '%s' came where the iteration before had %s of '%s': units are not prefetched until "
-        "the new order is learnt (told once)",
-        model->name, phase == FSDP_FORWARD ? "forward" : "backward", unit->name,
-        !more                                ? "its end, not one"
-        : s->known[at].phase == FSDP_FORWARD ? "forward"
-                                             : "backward",
-        more ? name_of(model, s->known[at].unit, name) : "any");
+        "model '%s': %s of unit '%s' came where the iteration before %s: units are not prefetched until the new order "
+        "is "
+        "learnt (told once)",
+        model->name, phases[phase], unit->name, before);
 }
 
 /* What was fetched ahead in a pass that is over was fetched in vain, and its values are that pass's. */

@@ -465,5 +465,9 @@ void unit_query(fsdp_unit *unit, fsdp_unit_info *info)
                              .replicated_bytes = unit->replicated_bytes};
     for (int32_t i = 0; i < unit->n_params; i++)
         info->shard_bytes += unit->params[i].shard_count * (int64_t)dtype_size(unit->params[i].type);
+    if (unit->counts && info->state == FSDP_UNIT_UNSHARDED) { /* complete, though no call has taken note of it yet */
+        info->publications++;
+        info->published_bytes += unit->shard_data;
+    }
     memcpy(info->name, unit->name, sizeof info->name);
 }
