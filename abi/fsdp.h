@@ -706,8 +706,8 @@ FSDP_API fsdp_status fsdp_unit_post_backward(fsdp_unit *unit, const DLTensor *co
 
 /* By hand, outside the hooks: make the parameters full (collective) and sharded again. Both idempotent: while an
  * asynchronous unshard is under way another gives one more handle of the same work. An unshard that has to make a slot
- * waits for the other ranks in the call, also with `work`: in the first iteration, as a rule. Edits of the full view are dropped
- * by reshard. */
+ * waits for the other ranks in the call, also with `work`: in the first iteration, as a rule. Edits of the full view are
+ * dropped when it is unsharded again. */
 FSDP_API fsdp_status fsdp_unit_unshard(fsdp_unit *unit, fsdp_work **work);
 FSDP_API fsdp_status fsdp_unit_reshard(fsdp_unit *unit);
 

@@ -320,8 +320,8 @@ Test(alloc_fail, models_and_units)
     for (kind = 0; kind < 2; kind++) try_all(train);
 }
 
-/* ---- a model with all that there is: hybrid on a mesh, low precision, prefetch lists, tied parameters, ones that are cut
- * in their second dimension, one that is frozen. A refusal in the middle of a step is got over by a reset. */
+/* ---- a model with all that there is: hybrid on a mesh, low precision, prefetch lists, tied parameters, ones that are
+ * cut in their second dimension, one that is frozen. A refusal in the middle of a step is got over by a reset. */
 
 #define BF16 ((DLDataType){kDLBfloat, 16, 1})
 #define NEXT(call)                                                                                                     \
