@@ -1,5 +1,6 @@
 /* offload_dir: shards and sharded gradients in a file on disk give the same bits as in memory, leave nothing behind
- * in the folder however the process ends, leave memory when they are not in use, and what is wrong with the folder is said.
+ * in the folder however the process ends, leave memory when they are not in use, and what is wrong with the folder is
+ * said.
  *
  * File systems that are full or read-only are made in a mount namespace of the rank's own, which goes with it; where
  * the kernel doesn't allow that, such a test says so and passes. */

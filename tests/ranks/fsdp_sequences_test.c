@@ -1,6 +1,6 @@
 /* Any calls in any order, the same on all ranks, on units of every strategy: a small model says which state a unit is
- * in and which version of its values its full view shows. It knows nothing of slots, publications or prefetch: where the
- * library may choose, the model allows both, and no more.
+ * in and which version of its values its full view shows. It knows nothing of slots, publications or prefetch: where
+ * the library may choose, the model allows both, and no more.
  *
  * FSDP_TEST_SEED repeats the run of a failure that names it. */
 #include "schedule_host.h"

@@ -67,7 +67,8 @@ Test(fsdp_units, tied_parameters_are_one_with_the_sum_of_their_gradients)
 }
 
 /* A01: three ranks, a weight of ten rows that two modules share. In one unit every row moves; in two units the
- * second is refused with both names, by name and by id; an address used again is not taken for the parameter that was there. */
+ * second is refused with both names, by name and by id; an address used again is not taken for the parameter that was
+ * there. */
 static void rank_a01(struct rank *r)
 {
     fsdp_group *group = group_make(r, 0, 0);
