@@ -19,7 +19,13 @@ def made(group, **options):
     return model, model.unit("u", {"w": np.arange(12, dtype="float32").reshape(6, 2)})
 
 
-def runs(group, options):
+def runs(group):
+    for options in ({}, {"reshard_after_forward": False}, {"private_unshard": True}):
+        runs_with(group, options)
+    group.barrier()
+
+
+def runs_with(group, options):
     model, unit = made(group, **options)
     log = []
 
@@ -70,13 +76,11 @@ def runs(group, options):
     unit.unshard()
     unit.reshard()
     since()
-    group.barrier()
 
 
 @pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"private_unshard": True}], ids=repr)
-def test_when_they_run(ranks, n, options):
-    ranks(n, runs, options)
+def test_when_they_run(ranks, n):
+    ranks(n, runs)
 
 
 def fail(unit):
@@ -170,7 +174,11 @@ END
 """
 
 
-@pytest.mark.parametrize("end", ["", "work = unit.unshard(async_op=True)", "full = unit['w'].full; del unit", "import sys; sys.exit()"])
+@pytest.mark.parametrize(
+    "end",
+    ["", "work = unit.unshard(async_op=True)", "full = unit['w'].full; del unit", "import sys; sys.exit()"],
+    ids=["full", "with_work", "without_unit", "exits"],
+)
 def test_a_program_ends_with_callbacks_set(tmp_path, end):
     path = tmp_path / "exit.py"
     path.write_text(EXIT.replace("END", end))

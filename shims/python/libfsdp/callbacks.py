@@ -4,10 +4,10 @@ How long they live. The library is given two C functions of this module, which a
 and a number that finds the Unit; the Unit owns the callables. So a Unit whose callbacks refer to it is ordinary
 garbage, and a unit of the library that outlives its Unit (tensors hold it) calls nothing.
 
-What they raise. The library calls them on the thread of the call by which it happens, which a method here makes, and has no
-way to hand an exception on. So `call` and `collect` keep the first one and raise it when the library has returned, with
-everything done that the call does. What nobody is there to raise, a second exception of one call too, goes to
-`sys.unraisablehook`.
+What they raise. The library calls them on the thread of the call by which it happens, which a method here makes, and
+has no way to hand an exception on. So `call` and `collect` keep the first one and raise it when the library has
+returned, with everything done that the call does. What nobody is there to raise, a second exception of one
+call too, goes to `sys.unraisablehook`.
 """
 
 import ctypes
@@ -30,8 +30,8 @@ _thread = _Thread()
 
 
 def collect(function, *arguments):
-    """function(*arguments), and its result. What a callback raised meanwhile is raised afterwards; when the function raises
-    too, that is its cause."""
+    """function(*arguments), and its result. What a callback raised meanwhile is raised afterwards; when the function
+    raises too, that is its cause."""
     outer, raised = _thread.raised, []
     _thread.raised = raised
     try:

@@ -82,8 +82,8 @@ class Model:
     backward_prefetch      "pre": the unit that backward needs next is unsharded before this one's gradients are
                            computed; "post": after; None: not ahead
     prefetch_limit         no prefetch begins while so many units are full or becoming so; None: 4
-    offload_dir            a folder on a local disk: shards and sharded gradients live in an unnamed file there, of which
-                           memory holds what is in use; None: in memory
+    offload_dir            a folder on a local disk: shards and sharded gradients live in an unnamed file there, of
+                           which memory holds what is in use; None: in memory
 
     Raises InvalidArgument for options that contradict each other, and for dimensions that the mesh does not have.
     """
@@ -108,7 +108,8 @@ class Model:
     ):
         if not isinstance(group, (Group, Mesh)):
             raise TypeError(
-                f"group: {type(group).__name__} is neither a libfsdp.Group nor a Mesh; Group.single() is one of one rank"
+                f"group: {type(group).__name__} is neither a libfsdp.Group nor a Mesh; "
+                "Group.single() is a group of one rank"
             )
         options = abi.fsdp_model_options()
         options.name = text(name, "name")
@@ -197,7 +198,8 @@ class Model:
 
     @contextlib.contextmanager
     def no_sync(self):
-        """A block whose backward passes accumulate gradients on this rank and send nothing. Afterwards it is as before."""
+        """A block whose backward passes accumulate gradients on this rank and send nothing. Afterwards it is as
+        before."""
         before = self._sync
         self.set_gradient_sync(False)
         try:
@@ -226,8 +228,8 @@ class Model:
             yield self
 
     def broadcast(self, tensors):
-        """Give all ranks of the model the values of its rank 0, in place: buffers, say. What `sync_module_states` does for
-        parameters.
+        """Give all ranks of the model the values of its rank 0, in place: buffers, say. What `sync_module_states` does
+        for parameters.
 
         tensors: writable arrays, or a dict of them; equal shapes and dtypes on all ranks. Collective.
         """

@@ -1,4 +1,4 @@
-"""What models and units can be told: strategies, resharding, dtypes. One place where Python's words become the C side's."""
+"""What models and units can be told: strategies, resharding, dtypes. Where Python's words become the C side's."""
 
 import enum
 from dataclasses import dataclass
@@ -76,7 +76,8 @@ def reshard_code(reshard):
 
 def reshard_value(code):
     """The Python value that reshard_code makes `code` of."""
-    return {abi.FSDP_RESHARD_DEFAULT: None, abi.FSDP_RESHARD_ALWAYS: True, abi.FSDP_RESHARD_NEVER: False}.get(code, code)
+    words = {abi.FSDP_RESHARD_DEFAULT: None, abi.FSDP_RESHARD_ALWAYS: True, abi.FSDP_RESHARD_NEVER: False}
+    return words.get(code, code)
 
 
 def dtype_struct(name):

@@ -89,7 +89,8 @@ class UnitInfo:
 class Param:
     """One parameter of a unit. Its tensors keep their addresses for the unit's life.
 
-    shard  this rank's part, in the parameter's dtype, contiguous, private memory; the host's to update between iterations
+    shard  this rank's part, in the parameter's dtype, contiguous, private memory; the host's to update between
+           iterations
     full   the whole parameter, in the unit's `Precision.param`; its content is defined while the unit is unsharded;
            private to this rank
     grad   this rank's part of the gradient; None while the parameter is frozen. Read it here after `Model.zero_grad`: a
@@ -201,15 +202,16 @@ class Unit:
                the host fills them (see `Param.info`), or `sync_module_states` does
     frozen     the names (or one name) of those that get no gradient (no memory and no traffic for it); True: all
     dim        the dimension that is cut over the ranks: one for all, or {name: dimension}, 0 for the others
-    ids        {name: number above 0}: a number for each parameter object of the host. A parameter with the number of one
-               that another unit of the model holds is refused: modules that share one go into one unit
+    ids        {name: number above 0}: a number for each parameter object of the host. A parameter with the number of
+               one that another unit of the model holds is refused: modules that share one go into one unit
     strategy, reshard_after_forward, precision   as for Model; None: the model's
 
-    Collective: all ranks give the same names, shapes, dtypes and options (Mismatch otherwise, which names the parameter).
-    It begins sharded. Raises InvalidArgument (names or ids repeated, no dimension), Unsupported (dtype), OutOfMemory.
+    Collective: all ranks give the same names, shapes, dtypes and options (Mismatch otherwise, which names the
+    parameter). It begins sharded. Raises InvalidArgument (names or ids repeated, no dimension), Unsupported (dtype),
+    OutOfMemory.
 
-    `unit[name]` or `unit.params[index]` is a Param. The hooks and `unshard` wait for the other ranks inside the library:
-    Ctrl-C is answered when they return, at the latest after the group's timeout.
+    `unit[name]` or `unit.params[index]` is a Param. The hooks and `unshard` wait for the other ranks inside the
+    library: Ctrl-C is answered when they return, at the latest after the group's timeout.
     """
 
     def __init__(
@@ -309,9 +311,9 @@ class Unit:
         """After its backward: reduce the gradients to the shards' `grad`, and reshard.
 
         grads: {parameter's name: array}, or an iterable with one entry for each parameter; this rank's gradient of the
-        full parameter, in its shape and dtype. What is missing or None (frozen, or unused on this rank) counts as zeros.
-        Summed over the ranks, divided, and added to what `grad` holds. With gradient sync off, only accumulated here.
-        async_op=True returns a Work; `Model.finish_backward` waits for it.
+        full parameter, in its shape and dtype. What is missing or None (frozen, or unused on this rank) counts as
+        zeros. Summed over the ranks, divided, and added to what `grad` holds. With gradient sync off, only accumulated
+        here. async_op=True returns a Work; `Model.finish_backward` waits for it.
         """
         if isinstance(grads, Mapping):
             for unknown in set(grads) - self._by_name.keys():
@@ -340,7 +342,8 @@ class Unit:
     # ---- By hand ----
 
     def unshard(self, *, async_op=False):
-        """Make the parameters full, outside the hooks. Collective. Does nothing when they are."""
+        """Make the parameters full, outside the hooks. Collective. Does nothing when they are. async_op=True returns a
+        Work; a call that has to make a slot first waits for the other ranks all the same."""
         return self._do(lib.fsdp_unit_unshard, (), async_op)
 
     def reshard(self):
@@ -348,9 +351,9 @@ class Unit:
         call(lib.fsdp_unit_reshard, self._handle)
 
     def write_back(self):
-        """Write what this rank changed in the full parameters to its shards. What still is what the shard rounds to keeps
-        the shard's full precision. Every rank calls it; it does not communicate: where ranks edited differently, each part
-        is its owner's. Raises InvalidState when the unit is not unsharded."""
+        """Write what this rank changed in the full parameters to its shards. What still is what the shard rounds to
+        keeps the shard's full precision. Every rank calls it; it does not communicate: where ranks edited differently,
+        each part is its owner's. Raises InvalidState when the unit is not unsharded."""
         check(lib.fsdp_unit_write_back(self._handle))
 
     @contextlib.contextmanager
@@ -371,8 +374,8 @@ class Unit:
                 self.reshard()
 
     def gather_param(self, name):
-        """One whole parameter, a Tensor of its own memory in the shard's dtype. Whether the unit is full does not matter.
-        Collective over the ranks that the unit is sharded over."""
+        """One whole parameter, a Tensor of its own memory in the shard's dtype. Whether the unit is full does not
+        matter. Collective over the ranks that the unit is sharded over."""
         managed = POINTER(abi.DLManagedTensorVersioned)()
         check(lib.fsdp_unit_gather_param(self._handle, self._index(name), byref(managed)))
         return Tensor(managed)
@@ -401,9 +404,9 @@ class Unit:
     # ---- Settings that may change between iterations, alike on all ranks ----
 
     def set_frozen(self, name, frozen=True):
-        """True: the parameter takes no part in reductions from now on, and its gradient's memory is given back; False: it
-        does again, from zeros. Raises InvalidState while backward of this unit is under way, or gradients without sync
-        are waiting."""
+        """True: the parameter takes no part in reductions from now on, and its gradient's memory is given back; False:
+        it does again, from zeros. Raises InvalidState while backward of this unit is under way, or gradients without
+        sync are waiting."""
         param = self.params[self._index(name)]
         check(lib.fsdp_unit_set_frozen(self._handle, param.index, bool(frozen)))
         for other in self.params:  # tied ones are one parameter
@@ -414,13 +417,14 @@ class Unit:
         check(lib.fsdp_unit_set_reshard_after_forward(self._handle, reshard_code(reshard)))
 
     def set_reshard_after_backward(self, reshard):
-        """False: `post_backward` leaves the unit full, for the next micro-batch; `Model.finish_backward` reshards it."""
+        """False: `post_backward` leaves the unit full, for the next micro-batch; `Model.finish_backward` reshards
+        it."""
         check(lib.fsdp_unit_set_reshard_after_backward(self._handle, bool(reshard)))
 
     def set_callbacks(self, valid=None, invalid=None):
-        """Call valid(unit) when the full parameters have become valid, and invalid(unit) when they are about to be so no
-        longer, on the thread of the call by which it happens; None: no call. They may read and write the unit's tensors,
-        but make no call that changes a unit.
+        """Call valid(unit) when the full parameters have become valid, and invalid(unit) when they are about to be so
+        no longer, on the thread of the call by which it happens; None: no call. They may read and write the unit's
+        tensors; calls that may change a unit raise InvalidState there.
 
         What a callback raises is raised by the call in which it ran, once that is done with everything it does.
         """
@@ -432,8 +436,8 @@ class Unit:
         set_callbacks(self, handle, valid, invalid)
 
     def set_prefetch(self, phase, units):
-        """Units to unshard ahead when this unit's pre-hook of `phase` ("forward" or "backward") has made it full, in this
-        order, in place of the model's prefetch there; none: as the model does."""
+        """Units to unshard ahead when this unit's pre-hook of `phase` ("forward" or "backward") has made it full, in
+        this order, in place of the model's prefetch there; none: as the model does."""
         code = choice(phase, PHASES, "phase")
         units = list(units)
         for unit in units:
@@ -463,7 +467,8 @@ class Unit:
         return UnitInfo(**values)
 
     def close(self):
-        """Give the unit back; a second close does nothing. Its tensors stay valid for as long as something holds them."""
+        """Give the unit back; a second close does nothing. Its tensors stay valid for as long as something holds
+        them."""
         self._owned = None
         self.params, self._by_name = [], {}
         self._valid = self._invalid = None
