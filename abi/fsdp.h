@@ -504,6 +504,7 @@ typedef struct fsdp_mesh_info {
     char names[FSDP_MESH_MAX_DIMS][32];
 } fsdp_mesh_info;
 
+/* What the mesh is, and where this rank lies in it; never communicates. */
 FSDP_API fsdp_status fsdp_mesh_query(fsdp_mesh *mesh, fsdp_mesh_info *info);
 
 /* This rank's sub-group of a dimension, or (name NULL) the whole; a new reference. Not collective. Errors: INVALID
@@ -526,8 +527,9 @@ FSDP_API fsdp_status fsdp_mesh_group(fsdp_mesh *mesh, const char *name, fsdp_gro
  * full after forward: fsdp_model_finish_backward (or fsdp_unit_reshard) before their shards are written.
  *
  * Memory. A parameter's shard, full view and sharded gradient keep their addresses for the unit's life. The full view's
- * content is defined while the unit is unsharded. It is private to this rank (copy-on-write): writing it changes no
- * other rank's, and what was written is dropped when the unit is unsharded again; see fsdp_unit_write_back. The memory
+ * content is defined while the unit is unsharded, and only then it may be written. It is private to this rank
+ * (copy-on-write): writing it changes no other rank's, and is dropped when the unit is unsharded again; see
+ * fsdp_unit_write_back. The memory
  * behind full views is made of slots, which units take in turn: as many as are full at the same time, each as large as
  * the largest unit that needed it; one set a host (in shared memory) or, with private_unshard, one for each rank. They
  * are kept until the model goes, or a reset; one whose unit is released while full stays taken until
@@ -679,6 +681,7 @@ typedef struct fsdp_param_info {
     int32_t reserved;
 } fsdp_param_info;
 
+/* What parameter `index` is, and which part of it this rank holds; never communicates. */
 FSDP_API fsdp_status fsdp_unit_param_query(fsdp_unit *unit, int32_t index, fsdp_param_info *info);
 
 /* The first three hooks. Before the unit's forward: as fsdp_unit_unshard. What the optimizer, a checkpoint or the host
@@ -699,15 +702,16 @@ FSDP_API fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit);
  * all-reduce off (fsdp_model_set_all_reduce), they are reduced within the shard dimension and kept there as float32;
  * the next call with all-reduce on includes them. Then the unit is resharded. With `work`, the reduction goes on after
  * return and grads' data must stay valid until it is done; fsdp_model_finish_backward waits for it, after which the
- * sharded gradients are defined. The divisor does not count micro-batches. After a failed reduction the gradients are
- * not to be used: fsdp_model_finish_backward returns its failure, until zero_grad or reset. */
+ * sharded gradients are defined. With HYBRID all ranks give `work`, or none does. The divisor does not count
+ * micro-batches. After a failed reduction the gradients are not to be used: fsdp_model_finish_backward returns its
+ * failure, until zero_grad or reset. */
 FSDP_API fsdp_status fsdp_unit_post_backward(fsdp_unit *unit, const DLTensor *const *grads, int32_t n,
                                              fsdp_work **work);
 
 /* By hand, outside the hooks: make the parameters full (collective) and sharded again. Both idempotent: while an
  * asynchronous unshard is under way another gives one more handle of the same work. An unshard that has to make a slot
- * waits for the other ranks in the call, also with `work`: in the first iteration, as a rule. Edits of the full view are
- * dropped when it is unsharded again. */
+ * waits for the other ranks in the call, also with `work`: in the first iteration, as a rule. Edits of the full view
+ * are dropped when it is unsharded again. */
 FSDP_API fsdp_status fsdp_unit_unshard(fsdp_unit *unit, fsdp_work **work);
 FSDP_API fsdp_status fsdp_unit_reshard(fsdp_unit *unit);
 
@@ -745,12 +749,13 @@ typedef struct fsdp_unit_info {
     int32_t replicate_size;
     int64_t full_bytes; /* of the full parameters */
     int64_t shard_bytes;
-    int64_t publications;     /* unshards that moved data, so far */
+    int64_t publications;     /* unshards that moved data, so far; not those from the parts of reshard to n ranks */
     int64_t published_bytes;  /* of this rank's shards, in param_dtype, that they wrote or sent */
-    int64_t reduced_bytes;    /* gradient bytes this rank gave to reductions over the shard dimension */
+    int64_t reduced_bytes;    /* gradient bytes this rank gave to reductions over the shard dimension, NULL ones too */
     int64_t replicated_bytes; /* and over the replicas */
     char name[64];
 } fsdp_unit_info;
+/* The unit's settings and counts; never communicates. */
 FSDP_API fsdp_status fsdp_unit_query(fsdp_unit *unit, fsdp_unit_info *info);
 
 /* The host changed a shard's values between forward and backward, or while the unit is unsharded, and wants them to be

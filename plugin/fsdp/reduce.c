@@ -250,12 +250,14 @@ static fsdp_status source(fsdp_work *work, struct op *op, fsdp_unit *unit, const
     return FSDP_OK;
 }
 
-/* Sum over the shard dimension: into the gradient, or (hybrid) into the partial sums. */
-static fsdp_status build_scatter(fsdp_work *work, fsdp_unit *unit, const struct tensor *grads, int add)
+/* Sum over the shard dimension: into the gradient, or (hybrid) into the partial sums. There `later` says that the
+ * replicas' turn comes with the next unit, on which the ranks must agree. */
+static fsdp_status build_scatter(fsdp_work *work, fsdp_unit *unit, const struct tensor *grads, int add, int later)
 {
     struct op *op;
     int partial = unit->replicate_group != NULL;
-    TRY(op_begin(work, 0, FSDP_OP_REDUCE_GRADS, unit, (uint64_t)(add + 2 * partial * unit->has_partials), &op));
+    TRY(op_begin(work, 0, FSDP_OP_REDUCE_GRADS, unit, (uint64_t)(add + 2 * partial * (unit->has_partials + 2 * later)),
+                 &op));
     op->transfer.shape = TRANSFER_REDUCE;
     op->transfer.divisor = partial ? 1 : unit->divisor;
     op->transfer.accumulate = partial ? unit->has_partials : !unit->stale_grads;
@@ -437,7 +439,8 @@ static fsdp_status reduce(fsdp_unit *unit, struct tensor *given, struct tensor *
     if (status == FSDP_OK && add) status = grads_dense(work, unit, grads);
     if (status == FSDP_OK && send && unit->shard_group && unit->replicate_group) status = partials_make(unit);
     if (status == FSDP_OK && send)
-        status = unit->shard_group ? build_scatter(work, unit, grads, add) : build_replicate(work, unit, grads, add);
+        status = unit->shard_group ? build_scatter(work, unit, grads, add, handle != NULL)
+                                   : build_replicate(work, unit, grads, add);
     if (status == FSDP_OK) status = send ? unit_keep(unit, work) : unit_nothing(unit, handle);
     if (status == FSDP_OK && add) {
         accumulate(unit, grads);

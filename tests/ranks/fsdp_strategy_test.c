@@ -726,3 +726,35 @@ Test(fsdp_strategy, loss_scaling_over_mixed_strategies_skips_on_all_ranks)
     fsdp_set_log(quiet, NULL, FSDP_LOG_ERROR);
     ranks_run(4, rank_scale, &plan);
 }
+
+/* ---- hybrid: the replicas' turn comes at once or with the next unit, for all ranks alike */
+
+static void rank_work_differs(struct rank *r)
+{
+    struct host *h = malloc(sizeof *h);
+    host_make(r, r->argument, h);
+    micro_batch(h, 'S');
+    OK(fsdp_model_finish_backward(h->model));
+    const DLTensor *none[8] = {NULL};
+    fsdp_unit_info info = {.struct_size = sizeof info};
+    OK(fsdp_unit_query(h->unit[0], &info));
+    fsdp_work *work = NULL;
+    fsdp_status status = fsdp_unit_post_backward(h->unit[0], none, info.n_params, r->rank == 1 ? &work : NULL);
+    if (status == FSDP_OK) status = fsdp_model_finish_backward(h->model);
+    /* Of the other half of the mesh, some have met already. */
+    if (r->rank < 2) CHECK(status == FSDP_ERR_MISMATCH, "%s", fsdp_status_name(status));
+    fsdp_work_release(work);
+    OK(fsdp_model_reset(h->model));
+    zero(h);
+    micro_batch(h, 'S');
+    OK(fsdp_model_finish_backward(h->model));
+    expect_gradients(h, "after ranks differed");
+    host_drop(h);
+    free(h);
+}
+
+Test(fsdp_strategy, hybrid_ranks_that_differ_in_work_handles_are_told)
+{
+    struct plan plan = {.mesh = {2, 2}, .options = {.strategy = FSDP_HYBRID_SHARD}, .units = 2, .seed = random_seed()};
+    ranks_run(4, rank_work_differs, &plan);
+}
