@@ -118,6 +118,7 @@ enum {
     FSDP_OP_CREATE_SLOT = 21,
     FSDP_OP_REPLICATE_GRADS = 22,
     FSDP_OP_SYNC_STATES = 23,
+    FSDP_OP_GATHER_PARAM = 24,
 };
 
 typedef int32_t fsdp_log_level;
@@ -194,8 +195,7 @@ FSDP_API fsdp_status fsdp_store_options_init(fsdp_store_options *options, size_t
  *                                   forms below). With none of the variables set: one rank.
  *   "tcp://host:port?rank=R&world_size=N"   rank 0 listens there (loopback unless host says otherwise), others connect.
  *   "file:///path?rank=R&world_size=N"      through a file on a local disk; made by whoever comes first, must be new
- *   for
- *                                   each job, removed when the last rank releases its store.
+ *                                   for each job, removed when the last rank releases its store.
  * Parameters in the URL may be left out when `options` has them; where both say something they must agree (INVALID).
  * Paths are absolute; in them %XX stands for a byte, so '%' is "%25" and '?' is "%3F". options may be NULL. Returns
  * when every rank has arrived. A host that already serves a TCP store of its own (torchrun's) on MASTER_PORT keeps it:
@@ -548,7 +548,7 @@ enum {
     FSDP_SHARD_GRAD_OP = 2,       /* sharded over all ranks, full from forward to backward */
     FSDP_NO_SHARD = 3,            /* whole on every rank; gradients are all-reduced, a unit at a time: a unit is what
                                      DistributedDataParallel calls a bucket. Without a param_dtype the full parameter
-                                     is the shard: the same memory */
+                                     is the shard: the same memory, so that edits of it stay */
     FSDP_HYBRID_SHARD = 4,        /* sharded over one dimension of a mesh, replicated over another */
     FSDP_HYBRID_SHARD_GRAD_OP = 5 /* the same, full from forward to backward */
 };
@@ -593,7 +593,8 @@ typedef struct fsdp_model_options {
     int32_t private_unshard;       /* 1: full parameters in each rank's own memory, filled by all-gather;
                                       0: one copy a host, in shared memory, where the transport can */
     int32_t sync_module_states;    /* 1: units begin with the values of the model's rank 0; the others' are not read */
-    double gradient_divisor;       /* gradients are summed over ranks and divided by this; 0: the number of ranks */
+    double gradient_divisor;       /* gradients are summed over ranks and divided by this; 0: the number of the model's
+                                      ranks, replicas included */
     const fsdp_precision *precision; /* NULL: all as the host gives it */
     const char *shard_dim;           /* on a mesh, the dimension that parameters are sharded over. NULL: all (HYBRID:
                                         the last) */
@@ -623,9 +624,10 @@ typedef struct fsdp_param {
     size_t struct_size;
     const char *name;     /* unique in the model, e.g. "layers.0.weight" */
     const DLTensor *full; /* whole values; read during the call only. Each rank takes its own part. float dtypes; at
-                             least one dimension. Two entries of one call with the same memory, or the same id, are one
-                             parameter, tied: one shard, one full view, and a gradient which is the sum of both
-                             entries', rounded to their dtype as autograd would */
+                             least one dimension. Two entries of one call with the same address, shape, strides and
+                             dtype, or the same id, are one parameter, tied: one shard, one full view, and a gradient
+                             which is the sum of both entries', rounded to their dtype as autograd would. Memory shared
+                             in other ways, or with another unit, is not noticed */
     int32_t frozen;       /* 1: no gradient: no memory and no traffic for it; see fsdp_unit_set_frozen */
     int32_t shard_dim;    /* the dimension that is cut over the ranks, as by fsdp_shard_extent; usually 0 */
     int32_t meta;         /* 1: of `full`, shape and dtype are read only. Shards begin as zeros; the host fills them
@@ -694,24 +696,26 @@ FSDP_API fsdp_status fsdp_unit_post_forward(fsdp_unit *unit);
  * them. */
 FSDP_API fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit);
 
-/* grads: n entries, one for each parameter of the unit, this rank's gradient of the full parameter (its shape and
- * dtype); NULL entries (frozen, or unused on this rank) count as zeros. With gradient sync on, each rank's part is
- * summed over the ranks, divided, and added to what the sharded gradient holds (zeros after fsdp_model_zero_grad).
- * With sync off, nothing is sent: grads are added to an unsharded buffer of this rank (float32 for narrower floats),
- * which the next synced call includes, also one without any gradient; they are free at return. With HYBRID and
- * all-reduce off (fsdp_model_set_all_reduce), they are reduced within the shard dimension and kept there as float32;
- * the next call with all-reduce on includes them. Then the unit is resharded. With `work`, the reduction goes on after
- * return and grads' data must stay valid until it is done; fsdp_model_finish_backward waits for it, after which the
- * sharded gradients are defined. With HYBRID all ranks give `work`, or none does. The divisor does not count
+/* Needs no other hook before it, and adds once for each call. grads: n entries, one for each parameter of the unit,
+ * this rank's gradient of the full parameter (its shape and dtype); NULL entries (unused on this rank) count as zeros,
+ * those of frozen parameters are not looked at. With gradient sync on, each rank's part is summed over the ranks,
+ * divided, and added to what the sharded gradient holds (zeros after fsdp_model_zero_grad). With sync off, nothing is
+ * sent: grads are added to an unsharded buffer of this rank (float32 for narrower floats), which the next synced call
+ * includes, also one without any gradient; they are free at return. With HYBRID and all-reduce off
+ * (fsdp_model_set_all_reduce), they are reduced within the shard dimension and kept aside as float32: sharded gradients
+ * and norms don't have them until the next call with all-reduce on includes them. Then the unit is resharded. With
+ * `work`, the reduction goes on after return and grads' data must stay valid until it is done;
+ * fsdp_model_finish_backward waits for it, after which the sharded gradients are defined. With HYBRID all ranks give
+ * `work`, or none does. The divisor of the call that reduces counts for all that it includes, and does not count
  * micro-batches. After a failed reduction the gradients are not to be used: fsdp_model_finish_backward returns its
  * failure, until zero_grad or reset. */
 FSDP_API fsdp_status fsdp_unit_post_backward(fsdp_unit *unit, const DLTensor *const *grads, int32_t n,
                                              fsdp_work **work);
 
 /* By hand, outside the hooks: make the parameters full (collective) and sharded again. Both idempotent: while an
- * asynchronous unshard is under way another gives one more handle of the same work. An unshard that has to make a slot
- * waits for the other ranks in the call, also with `work`: in the first iteration, as a rule. Edits of the full view
- * are dropped when it is unsharded again. */
+ * asynchronous unshard is under way another gives one more reference to the same handle. An unshard that has to make a
+ * slot waits for the other ranks in the call, also with `work`: in the first iteration, as a rule. Edits of the full
+ * view are dropped when it is unsharded again. */
 FSDP_API fsdp_status fsdp_unit_unshard(fsdp_unit *unit, fsdp_work **work);
 FSDP_API fsdp_status fsdp_unit_reshard(fsdp_unit *unit);
 
@@ -725,7 +729,8 @@ FSDP_API fsdp_status fsdp_unit_write_back(fsdp_unit *unit);
  * is sharded over; whether the unit is full does not matter. */
 FSDP_API fsdp_status fsdp_unit_gather_param(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **full);
 /* Take this rank's part of a whole parameter (its shape; any float dtype) into the shard. Every rank calls it; it does
- * not communicate. Seen by the next call that unshards; STATE while the unit is unsharded. */
+ * not communicate. Seen by the next call that unshards; STATE while the unit is unsharded (but where the full parameter
+ * is the shard, see FSDP_NO_SHARD, it is seen at once). */
 FSDP_API fsdp_status fsdp_unit_load_param(fsdp_unit *unit, int32_t index, const DLTensor *full);
 
 typedef int32_t fsdp_unit_state;
@@ -764,9 +769,10 @@ FSDP_API fsdp_status fsdp_unit_query(fsdp_unit *unit, fsdp_unit_info *info);
 FSDP_API fsdp_status fsdp_unit_shard_changed(fsdp_unit *unit);
 
 /* Settings of a unit that may change between iterations, alike on all ranks (a difference is found at the next
- * communication). frozen 1: the parameter takes no part in reductions from now on, its gradient's memory is given back
- * and reads as zeros; 0: it does again, from zeros. Errors: STATE (backward of this unit is under way, or gradients
- * without sync are waiting), INVALID. */
+ * communication that it changes). frozen 1: the parameter takes no part in reductions from now on, its gradient's
+ * memory is given back: a tensor of it keeps its address and reads as zeros, fsdp_unit_param_grad returns STATE; 0: it
+ * does again, from zeros. Tied entries are frozen together. Errors: STATE (backward of this unit is under way, or
+ * gradients wait for a reduction), INVALID. */
 FSDP_API fsdp_status fsdp_unit_set_frozen(fsdp_unit *unit, int32_t index, int32_t frozen);
 FSDP_API fsdp_status fsdp_unit_set_reshard_after_forward(fsdp_unit *unit, int32_t reshard_after_forward);
 /* 0: post_backward leaves the unit full, for the next micro-batch; fsdp_model_finish_backward reshards it. 1: the
@@ -776,7 +782,8 @@ FSDP_API fsdp_status fsdp_unit_set_reshard_after_backward(fsdp_unit *unit, int32
 /* Call valid(unit, user) when the unit's full parameters have become valid (after an asynchronous unshard: in the next
  * call on the unit), and invalid(unit, user) when they are about
  * to be so no longer, on the thread that makes the call by which it happens; NULL: no call. Hosts swap their parameters
- * there. The unit's tensors may be read and written inside; calls that may change a unit return STATE. */
+ * there. The unit's tensors may be read and written inside; calls that may change a unit return STATE. Not called for a
+ * unit that was full when they were set, nor when a full unit is released. */
 typedef void (*fsdp_unit_fn)(fsdp_unit *unit, void *user);
 FSDP_API fsdp_status fsdp_unit_set_callbacks(fsdp_unit *unit, fsdp_unit_fn valid, fsdp_unit_fn invalid, void *user);
 
@@ -803,7 +810,7 @@ FSDP_API fsdp_status fsdp_unit_cast(fsdp_unit *unit, fsdp_cast_kind kind, const 
  * dimension only (NO_SHARD: only accumulate); 1: the default. Alike on all ranks. */
 FSDP_API fsdp_status fsdp_model_set_gradient_sync(fsdp_model *model, int32_t sync);
 FSDP_API fsdp_status fsdp_model_set_all_reduce(fsdp_model *model, int32_t all_reduce);
-/* What sums of gradients are divided by; 0: the number of ranks. */
+/* What sums of gradients are divided by; 0: the number of the model's ranks, replicas included. */
 FSDP_API fsdp_status fsdp_model_set_gradient_divisor(fsdp_model *model, double divisor);
 
 /* Backward is over: waits for reductions under way and reshards every unit. Once for each micro-batch or once before
@@ -818,11 +825,13 @@ FSDP_API fsdp_status fsdp_model_zero_grad(fsdp_model *model);
 
 /* After an exception in the middle of forward or backward: every unit sharded, accumulated and pending gradients
  * dropped, the order of units forgotten; the model is as after zero_grad. Collective. It meets ranks that are still in
- * the calls of the broken iteration: those calls return MISMATCH there, and the rank then calls reset too. */
+ * the calls of the broken iteration: those calls return MISMATCH there, and the rank then calls reset too. (A hybrid
+ * model has several groups. Ranks that have gone apart may wait for each other in different ones, where no rank is left
+ * to call reset: then the group's timeout ends them, so choose one that a training step can't need.) */
 FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
 
 /* Give all ranks of the model the values of its rank 0: n tensors (buffers), written in place on the others.
- * Collective, with equal shapes and dtypes. What sync_module_states does for parameters. */
+ * Collective, with equal shapes and dtypes, none overlapping another. What sync_module_states does for parameters. */
 FSDP_API fsdp_status fsdp_model_broadcast(fsdp_model *model, const DLTensor *const *tensors, int32_t n);
 
 /* Bytes, now and at most so far: of this rank, and (host_...) of all ranks of the model together, what they share
@@ -917,11 +926,11 @@ FSDP_API fsdp_status fsdp_scaler_query(fsdp_scaler *scaler, fsdp_scaler_info *in
 
 /* Multiply the model's sharded gradients by 1 / scale, in place (in the accumulator, float32, or float64 for float64,
  * and rounded once), and find out whether one of them was infinite or NaN before, on any rank of the scaler's group.
- * Collective over that group, which holds all ranks of the model's group; ranks without any elements take part. Waits
- * for reductions under way. Once for each update.
- * Errors also: STATE (called already since the last update, or after step; a unit's reduction failed), MISMATCH (scale,
- * growth tracker or options differ between ranks). After an error gradients are as they were and unscale can be called
- * again. */
+ * Collective over that group, which must hold all ranks of the model, all dimensions of its mesh; ranks without any
+ * elements take part. Waits for reductions under way. Once for each update. Errors also: INVALID (the group has fewer
+ * ranks than the model), STATE (called already since the last update, or after step; a unit's reduction failed),
+ * MISMATCH (scale, growth tracker or options differ between ranks). After an error gradients are as they were and
+ * unscale can be called again. */
 FSDP_API fsdp_status fsdp_scaler_unscale(fsdp_scaler *scaler, fsdp_model *model);
 
 /* The same for gradients of the host's own: n tensors of float or complex dtypes, written in place, any strides, none

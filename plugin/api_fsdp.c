@@ -169,6 +169,17 @@ fsdp_status fsdp_model_clip_grad_norm(fsdp_model *model, double max_norm, double
 
 /* ---- units */
 
+/* Calls in which the host may be called back hold the unit meanwhile: its callback may let go of the last reference. */
+static fsdp_status let_go(fsdp_unit *unit, fsdp_status status)
+{
+    fsdp_error_info failure;
+    err_save(&failure);
+    unit_release(unit);
+    return status == FSDP_OK ? FSDP_OK : err_restore(&failure);
+}
+
+#define HOLDING(unit, call) (unit_retain(unit), let_go(unit, call))
+
 fsdp_status fsdp_unit_options_init(fsdp_unit_options *options, size_t struct_size)
 {
     return ABI_INIT(fsdp_unit_options, options, struct_size);
@@ -263,45 +274,45 @@ fsdp_status fsdp_unit_param_query(fsdp_unit *unit, int32_t index, fsdp_param_inf
 fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit)
 {
     CHECK_UNIT(unit);
-    return unit_pre_forward(unit);
+    return HOLDING(unit, unit_pre_forward(unit));
 }
 
 fsdp_status fsdp_unit_post_forward(fsdp_unit *unit)
 {
     CHECK_UNIT(unit);
-    return unit_post_forward(unit);
+    return HOLDING(unit, unit_post_forward(unit));
 }
 
 fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit)
 {
     CHECK_UNIT(unit);
-    return unit_pre_backward(unit);
+    return HOLDING(unit, unit_pre_backward(unit));
 }
 
 fsdp_status fsdp_unit_post_backward(fsdp_unit *unit, const DLTensor *const *grads, int32_t n, fsdp_work **work)
 {
     CHECK_UNIT(unit);
     CHECK_ARG(grads, "grads is NULL: an array with an entry for each parameter, NULL for none");
-    return unit_post_backward(unit, grads, n, work);
+    return HOLDING(unit, unit_post_backward(unit, grads, n, work));
 }
 
 fsdp_status fsdp_unit_unshard(fsdp_unit *unit, fsdp_work **work)
 {
     CHECK_UNIT(unit);
-    return unit_unshard(unit, 0, work);
+    return HOLDING(unit, unit_unshard(unit, 0, work));
 }
 
 fsdp_status fsdp_unit_reshard(fsdp_unit *unit)
 {
     CHECK_UNIT(unit);
     TRY(model_usable(unit->model));
-    return unit_reshard(unit, RESHARD_RELEASE);
+    return HOLDING(unit, unit_reshard(unit, RESHARD_RELEASE));
 }
 
 fsdp_status fsdp_unit_write_back(fsdp_unit *unit)
 {
     CHECK_UNIT(unit);
-    return unit_write_back(unit);
+    return HOLDING(unit, unit_write_back(unit));
 }
 
 fsdp_status fsdp_unit_gather_param(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **full)
@@ -316,7 +327,7 @@ fsdp_status fsdp_unit_load_param(fsdp_unit *unit, int32_t index, const DLTensor 
     CHECK_UNIT(unit);
     struct tensor whole;
     TRY(tensor_import(full, "full", &whole));
-    return unit_load_param(unit, index, &whole);
+    return HOLDING(unit, unit_load_param(unit, index, &whole));
 }
 
 fsdp_status fsdp_unit_query_state(fsdp_unit *unit, fsdp_unit_state *state)
@@ -346,13 +357,13 @@ fsdp_status fsdp_unit_shard_changed(fsdp_unit *unit)
 fsdp_status fsdp_unit_set_frozen(fsdp_unit *unit, int32_t index, int32_t frozen)
 {
     CHECK_UNIT(unit);
-    return unit_set_frozen(unit, index, frozen);
+    return HOLDING(unit, unit_set_frozen(unit, index, frozen));
 }
 
 fsdp_status fsdp_unit_set_reshard_after_forward(fsdp_unit *unit, int32_t reshard_after_forward)
 {
     CHECK_UNIT(unit);
-    return unit_set_reshard_after_forward(unit, reshard_after_forward);
+    return HOLDING(unit, unit_set_reshard_after_forward(unit, reshard_after_forward));
 }
 
 fsdp_status fsdp_unit_set_reshard_after_backward(fsdp_unit *unit, int32_t reshard)

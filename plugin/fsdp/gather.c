@@ -217,7 +217,7 @@ static void call_back(fsdp_unit *unit, fsdp_unit_fn fn)
 {
     if (!fn) return;
     unit->model->in_callback++;
-    fn(unit, unit->callback_user);
+    fn(unit, unit->callback_user); /* which may let go of the unit: whoever called holds it, see api_fsdp.c */
     unit->model->in_callback--;
 }
 

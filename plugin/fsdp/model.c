@@ -170,17 +170,18 @@ static fsdp_status dimensions_agree(fsdp_mesh *mesh, const fsdp_model *model, in
 {
     fsdp_group *group = mesh->group;
     struct said {
-        int32_t hybrid, shard, replicate;
-    } mine = {is_hybrid(model->strategy), shard, replicate}, all[GROUP_MAX_RANKS];
+        int32_t strategy, shard, replicate;
+    } mine = {model->strategy, shard, replicate}, all[GROUP_MAX_RANKS];
     TRY(group_exchange(group, FSDP_OP_CREATE_MESH, hash_number(HASH_START, 1), &mine, sizeof mine, all));
     for (int r = 1; r < group->size; r++) {
         if (memcmp(&all[r], &all[0], sizeof mine) == 0) continue;
         err(FSDP_ERR_MISMATCH,
-            "group '%s', operation %llu: rank 0 makes model '%.40s' %swith shard_dim %s and replicate_dim %s, rank %d "
-            "%swith %s and %s: all ranks must name the same dimensions",
-            group->name, (unsigned long long)group->sequence, model->name, all[0].hybrid ? "(hybrid) " : "",
-            name_of(mesh, all[0].shard), name_of(mesh, all[0].replicate), r, all[r].hybrid ? "(hybrid) " : "",
-            name_of(mesh, all[r].shard), name_of(mesh, all[r].replicate));
+            "group '%s', operation %llu: rank 0 makes model '%.40s' with strategy %d, shard_dim %s and replicate_dim "
+            "%s, "
+            "rank %d with strategy %d, %s and %s: all ranks must give the same",
+            group->name, (unsigned long long)group->sequence, model->name, all[0].strategy, name_of(mesh, all[0].shard),
+            name_of(mesh, all[0].replicate), r, all[r].strategy, name_of(mesh, all[r].shard),
+            name_of(mesh, all[r].replicate));
         err_operation(FSDP_OP_CREATE_MESH, group->sequence, 0, r);
         return FSDP_ERR_MISMATCH;
     }

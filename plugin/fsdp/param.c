@@ -31,6 +31,9 @@ fsdp_status precision_read(const fsdp_precision *given, struct precision *out)
     TRY(read_dtype(given->reduce_dtype, "precision.reduce_dtype", &out->reduce));
     TRY(read_dtype(given->output_dtype, "precision.output_dtype", &out->output));
     TRY(read_dtype(given->buffer_dtype, "precision.buffer_dtype", &out->buffer));
+    CHECK_ARG((given->keep_low_precision_grads | 1) == 1, "precision.keep_low_precision_grads is %d: 0 or 1",
+              given->keep_low_precision_grads);
+    CHECK_ARG((given->keep_inputs | 1) == 1, "precision.keep_inputs is %d: 0 or 1", given->keep_inputs);
     out->keep_low_precision_grads = given->keep_low_precision_grads != 0;
     out->keep_inputs = given->keep_inputs != 0;
     return FSDP_OK;
@@ -222,9 +225,11 @@ fsdp_status unit_set_frozen(fsdp_unit *unit, int32_t index, int32_t frozen)
     TRY(model_usable(unit->model));
     if (p->frozen == frozen) return FSDP_OK;
     if (unit->in_backward || unit->accumulates || unit->has_partials)
-        return err(FSDP_ERR_STATE, "unit '%s': parameter '%s' can't be %s now: %s; do it between iterations",
-                   unit->name, unit->entries[index].name, frozen ? "frozen" : "thawed",
-                   unit->in_backward ? "backward is under way" : "gradients without sync are waiting");
+        return err(FSDP_ERR_STATE, "unit '%s': parameter '%s' can't be %s now: %s", unit->name,
+                   unit->entries[index].name, frozen ? "frozen" : "thawed",
+                   unit->in_backward ? "backward is under way; do it after fsdp_model_finish_backward"
+                                     : "gradients wait for a reduction; call post_backward with gradient sync (and "
+                                       "all-reduce) on, or fsdp_model_zero_grad, first");
     TRY(unit_settle(unit));
     grads_clear(unit);
     p->frozen = frozen;

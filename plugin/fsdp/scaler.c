@@ -132,6 +132,11 @@ fsdp_status scaler_unscale(fsdp_scaler *scaler, fsdp_model *model)
     if (scaler->disabled) return FSDP_OK;
     TRY(group_usable(scaler->group));
     TRY(check_ready(scaler));
+    CHECK_ARG(
+        scaler->group->size >= model->group->size,
+        "the scaler's group '%s' has %d ranks, but model '%s' has %d: it must hold all of the model's ranks, or they "
+        "would not skip steps together",
+        scaler->group->name, scaler->group->size, model->name, model->group->size);
     struct units units;
     fsdp_status status = units_hold(model, &units);
     if (status == FSDP_OK) status = units_settle(&units);

@@ -139,7 +139,8 @@ static void left(fsdp_model *model, const fsdp_unit *unit, fsdp_phase phase)
                  name_of(model, s->known[at].unit, name));
     else
         snprintf(before, sizeof before, "was over");
-    LOG(FSDP_LOG_WARN,
+    int fetches = model->forward_prefetch || model->backward_prefetch; /* else it makes no difference */
+    LOG(fetches ? FSDP_LOG_WARN : FSDP_LOG_INFO,
         "model '%s': %s of unit '%s' came where the iteration before %s: units are not prefetched until the new order "
         "is "
         "learnt (told once)",
@@ -267,7 +268,7 @@ fsdp_status unit_set_prefetch(fsdp_unit *unit, fsdp_phase phase, fsdp_unit *cons
     CHECK_ARG(phase == FSDP_FORWARD || phase == FSDP_BACKWARD, "phase is %d: FSDP_FORWARD (0) or FSDP_BACKWARD (1)",
               phase);
     for (int32_t i = 0; i < n; i++)
-        CHECK_ARG(units[i]->model == unit->model, "units[%d] '%s' is of model '%s', but unit '%s' is of model '%s'", i,
+        CHECK_ARG(units[i]->model == unit->model, "units[%d] '%s' is of another model ('%s') than unit '%s' ('%s')", i,
                   units[i]->name, units[i]->model->name, unit->name, unit->model->name);
     int64_t *numbers = n ? mem_array((size_t)n, sizeof *numbers) : NULL;
     if (n && !numbers) return mem_none("a prefetch list", (size_t)n * sizeof *numbers);

@@ -114,7 +114,8 @@ static fsdp_status check_unmanaged(fsdp_model *model, const fsdp_param *given, i
             if (strcmp(entry->name, given->name) == 0)
                 status = err(FSDP_ERR_INVALID,
                              "params[%d]: '%s' is managed by unit '%s' of model '%s' already: put modules that share a "
-                             "parameter into one unit",
+                             "parameter into one unit; another parameter needs another name, until that unit and all "
+                             "its tensors are released",
                              index, given->name, unit->name, model->name);
             else if (given->id && given->id == entry->id)
                 status = err(FSDP_ERR_INVALID,
@@ -138,6 +139,8 @@ static fsdp_status check_param(fsdp_model *model, const fsdp_param *params, cons
     CHECK_ARG(given->shard_dim >= 0 && given->shard_dim < full->ndim,
               "params[%d] '%s': shard_dim is %d, but it has dimensions 0 to %d", index, given->name, given->shard_dim,
               full->ndim - 1);
+    CHECK_ARG(given->frozen == 0 || given->frozen == 1, "params[%d] '%s': frozen is %d: 0 or 1", index, given->name,
+              given->frozen);
     CHECK_ARG(given->meta == 0 || given->meta == 1, "params[%d] '%s': meta is %d: 0 or 1", index, given->name,
               given->meta);
     if (!dtype_is_float(full->type))

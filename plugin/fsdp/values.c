@@ -174,7 +174,7 @@ fsdp_status unit_gather_param(fsdp_unit *unit, int32_t index, DLManagedTensorVer
         fsdp_work *work = NULL;
         status = work_create(group, &group->collectives, 1, 0, &work);
         if (status == FSDP_OK) {
-            struct op *op = op_init(work, 0, FSDP_OP_SYNC_STATES, hash_number(unit->hash, (uint64_t)index), unit->name,
+            struct op *op = op_init(work, 0, FSDP_OP_GATHER_PARAM, hash_number(unit->hash, (uint64_t)index), unit->name,
                                     sizeof unit->name);
             char *in, *to;
             tensor_first(&whole, p->shard_dim);
@@ -217,9 +217,10 @@ fsdp_status unit_load_param(fsdp_unit *unit, int32_t index, const struct tensor 
     char text[TENSOR_TEXT], want[TENSOR_TEXT];
     struct tensor shard;
     param_whole(p, NULL, p->type, &shard);
-    CHECK_ARG(tensor_same_shape(full, &shard) && dtype_is_float(full->type),
-              "full is %s, but parameter '%s' is %s: shapes must be equal, and the dtype a float one",
+    CHECK_ARG(tensor_same_shape(full, &shard), "full is %s, but parameter '%s' is %s: the shapes must be equal",
               tensor_text(full, text), unit->entries[index].name, tensor_text(&shard, want));
+    CHECK_ARG(dtype_is_float(full->type), "full is %s, for parameter '%s': it must be of a float dtype",
+              tensor_text(full, text), unit->entries[index].name);
     TRY(unit_unshard_end(unit));
     if (unit->ahead) TRY(unit_reshard(unit, RESHARD_RELEASE)); /* by prefetch: the host did not ask for it */
     if (unit->state != FSDP_UNIT_SHARDED && !unit->aliased)

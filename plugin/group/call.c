@@ -18,7 +18,7 @@ static const char *reduce_name(int32_t op)
 static int is_unit_call(fsdp_op_kind kind)
 {
     return (kind >= FSDP_OP_UNSHARD && kind <= FSDP_OP_CREATE_UNIT) || kind == FSDP_OP_CREATE_SLOT ||
-           kind == FSDP_OP_REPLICATE_GRADS || kind == FSDP_OP_SYNC_STATES;
+           kind == FSDP_OP_REPLICATE_GRADS || kind == FSDP_OP_SYNC_STATES || kind == FSDP_OP_GATHER_PARAM;
 }
 
 #define CALL_TEXT 192
@@ -54,7 +54,8 @@ fsdp_status call_compare(fsdp_group *group)
         call_text(&first, t->ops->payload_of(t, 0), a);
         call_text(&other, t->ops->payload_of(t, r), b);
         int unit = is_unit_call(first.kind);
-        const char *why = strcmp(a, b) != 0 ? ""
+        const char *why = strcmp(a, b) != 0                    ? ""
+                          : first.kind == FSDP_OP_GATHER_PARAM ? " (they differ in index)"
                           : unit ? " (they differ in frozen flags, gradient sync, divisor, reshard or prefetch "
                                    "settings, or called for units in another order before)"
                           : first.kind == FSDP_OP_GRAD_NORM || first.kind == FSDP_OP_CLIP_GRAD_NORM
@@ -63,10 +64,11 @@ fsdp_status call_compare(fsdp_group *group)
                           : first.kind == FSDP_OP_UNSCALE
                               ? " (their scalers differ in scale, growth tracker or options)"
                               : " (they differ in shapes or rows)";
-        err(FSDP_ERR_MISMATCH,
-            "group '%s', operation %llu: rank 0 called %s, rank %d called %s%s: all ranks must make the same "
-            "calls in the same order",
-            group->name, (unsigned long long)mine->sequence, a, r, b, why);
+        err(FSDP_ERR_MISMATCH, "group '%s', operation %llu: rank 0 called %s, rank %d called %s%s: %s", group->name,
+            (unsigned long long)mine->sequence, a, r, b, why,
+            first.kind == FSDP_OP_RESET || other.kind == FSDP_OP_RESET
+                ? "the iteration was broken off there: call fsdp_model_reset on this rank too"
+                : "all ranks must make the same calls in the same order");
         err_operation(mine->kind, mine->sequence, 0, r);
         return FSDP_ERR_MISMATCH;
     }

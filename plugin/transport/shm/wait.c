@@ -129,6 +129,7 @@ static fsdp_status timed_out(struct shm *t, struct word *word, uint32_t target, 
         for (int r = 0; r < t->base.size && used < sizeof missing - 16; r++)
             if (!shm_reached(WORD(t, r, posted), target))
                 used += (size_t)snprintf(missing + used, sizeof missing - used, used ? ", %d" : "%d", r);
+        if (!used) snprintf(missing, sizeof missing, "%d (until just now)", rank);
         err(FSDP_ERR_TIMEOUT,
             "group '%s': timed out after %lld ms in %s (operation %llu) on rank %d: not called by rank %s; it is busy "
             "elsewhere, stopped, or made fewer calls",
