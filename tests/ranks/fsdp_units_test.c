@@ -387,6 +387,40 @@ Test(fsdp_units, callbacks_come_once_for_each_change_and_without_a_lock)
     for (int size = 1; size <= 4; size++) ranks_run(size, rank_called, NULL);
 }
 
+/* What a callback does with the only reference, in every call in which it may come. */
+static void let_go(fsdp_unit *unit, void *user)
+{
+    fsdp_unit_release(unit);
+}
+
+static void rank_let_go(struct rank *r)
+{
+    fsdp_group *group = group_make(r, 0, 0);
+    static const struct spec one[] = {{"w", DTYPE_F32, 2, {5, 3}, 0}};
+    for (int call = 0; call < 6; call++) {
+        fsdp_model *model = model_make(group, NULL);
+        fsdp_unit *unit;
+        OK(unit_try(model, "u", one, 1, call, &unit));
+        if (call >= 3) OK(fsdp_unit_pre_forward(unit));
+        OK(fsdp_unit_set_callbacks(unit, call < 3 ? let_go : NULL, call < 3 ? NULL : let_go, NULL));
+        const DLTensor *none[] = {NULL};
+        if (call == 0) OK(fsdp_unit_pre_forward(unit));
+        if (call == 1) OK(fsdp_unit_pre_backward(unit));
+        if (call == 2) OK(fsdp_unit_unshard(unit, NULL));
+        if (call == 3) OK(fsdp_unit_post_forward(unit));
+        if (call == 4) OK(fsdp_unit_post_backward(unit, none, 1, NULL));
+        if (call == 5) OK(fsdp_model_finish_backward(model));
+        CHECK(memory_of(model).total_parameters == 0, "the unit is still there after call %d", call);
+        fsdp_model_release(model);
+    }
+    fsdp_group_release(group);
+}
+
+Test(fsdp_units, a_callback_may_let_go_of_its_unit)
+{
+    for (int n = 1; n <= 2; n++) ranks_run(n, rank_let_go, NULL);
+}
+
 /* What a host writes in `valid` is there for forward. */
 static void write_first(fsdp_unit *unit, void *user)
 {
