@@ -340,7 +340,7 @@ Test(tape, oracle_of_many_ranks_is_the_plain_one_in_f32)
         result_drop(&exact);
         result_drop(&plain);
     }
-    cr_log_info("at most %g", most);
+    printf("off by at most %g\n", most);
 }
 
 /* ---- number formats */
