@@ -391,7 +391,7 @@ struct scan_request { /* struct pm_scan_arg, which older kernel headers lack */
 
 static int drop_by_scan(int fd, char *at, size_t bytes)
 {
-    struct scan_range ranges[64];
+    struct scan_range ranges[64] = {0}; /* valgrind does not know that the call fills it */
     uint64_t start = (uintptr_t)at, end = start + bytes;
     while (start < end) {
         struct scan_request request = {.size = sizeof request,
