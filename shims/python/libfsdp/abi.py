@@ -585,7 +585,7 @@ def candidates():
     if os.environ.get("FSDP_LIBRARY"):
         return [os.environ["FSDP_LIBRARY"]]  # asked for: nothing else will do
     package = pathlib.Path(__file__).resolve().parent
-    found = [package / "libfsdp.so"]
+    found = [package / "libfsdp.so", package.parent / ".libfsdp.mesonpy.libs" / "libfsdp.so"]  # pip puts it there
     if len(package.parents) > 2 and (package.parents[2] / "abi" / "fsdp.h").exists():
         found.append(package.parents[2] / "build" / "release" / "libfsdp.so")
     return [str(path) for path in found] + ["libfsdp.so.0", "libfsdp.so"]
