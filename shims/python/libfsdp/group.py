@@ -465,10 +465,13 @@ class Coalesced(_Operations):
         if error is None:
             self._run()
 
-    def _run(self):
+    def take(self):
+        """The operations so far, as the arguments of fsdp_coalesced."""
         items, self._items = self._items, []
-        keep = _Kept(items)
-        done = self._group._do(0, lib.fsdp_coalesced, (keep, len(items)), None, self._async)
+        return _Kept(items), len(items)
+
+    def _run(self):
+        done = self._group._do(0, lib.fsdp_coalesced, self.take(), None, self._async)
         self.work = done if self._async else None
 
 

@@ -1,0 +1,76 @@
+"""PyTorch on libfsdp: the backend "fsdp" of torch.distributed, for tensors in host memory.
+
+    import torch.distributed as dist
+
+    dist.init_process_group("fsdp")          # or "cpu:fsdp"; also new_group(backend="fsdp")
+
+Where libfsdp is installed, torch finds this module by itself, through the entry point group `torch.backends`. Where
+it is only on the path, or TORCH_DEVICE_BACKEND_AUTOLOAD is 0, `import libfsdp.torch` registers the backend.
+
+Options           for pg_options: how a group talks, where the defaults won't do
+ProcessGroup      the class of groups with this backend
+
+Importing this module starts no thread and loads no shared object: the first group does. What a group raises are torch's
+classes and the library's at once (see errors.py).
+"""
+
+BACKEND = "fsdp"
+NEEDS = (2, 11)  # the oldest torch that this was tried with
+
+__all__ = ["BACKEND", "Options", "ProcessGroup", "register"]
+
+
+def register():
+    """Make "fsdp" a backend of torch.distributed. Does nothing where it is one already, or torch has no distributed."""
+    import torch
+
+    if not torch.distributed.is_available() or BACKEND in torch.distributed.Backend.backend_list:
+        return
+    torch.distributed.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+    _extend_monitored_barrier(torch.distributed)
+
+
+def _create(options, backend_options):
+    """Called by torch on the ranks of a new group."""
+    import torch
+
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < NEEDS:
+        raise RuntimeError(
+            f"the backend {BACKEND!r} needs torch {NEEDS[0]}.{NEEDS[1]} or newer, and this is {torch.__version__}: "
+            "upgrade torch, or use gloo"
+        )
+    from .process_group import ProcessGroup
+
+    return ProcessGroup(options, backend_options)
+
+
+def _extend_monitored_barrier(distributed):
+    """torch's function asks for gloo by name before it looks at the group: groups of ours answer themselves."""
+    import functools
+
+    original = distributed.monitored_barrier
+
+    @functools.wraps(original)
+    def monitored_barrier(group=None, timeout=None, wait_all_ranks=False):
+        chosen = distributed.distributed_c10d._get_default_group() if group is None else group
+        if getattr(chosen, "backend", None) != BACKEND:
+            return original(group, timeout, wait_all_ranks)
+        return chosen.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+
+    distributed.monitored_barrier = distributed.distributed_c10d.monitored_barrier = monitored_barrier
+
+
+def __getattr__(name):
+    if name == "ProcessGroup":
+        from .process_group import ProcessGroup
+
+        return ProcessGroup
+    if name == "Options":
+        from .options import Options
+
+        return Options
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+register()  # last: `import torch` in it may come back here through the entry point
