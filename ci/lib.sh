@@ -108,3 +108,34 @@ meson_build() {
     # ninja, not `meson compile`: the same thing, without a second of start-up.
     PATH=$VENV/bin:$PATH quietly "${dir##*/}-compile" ninja -C "$dir"
 }
+
+CUDA_LIB=/usr/local/cuda/lib64
+
+# torch_need VENV PACKAGE...: a venv with torch, these packages, and libfsdp as it is in the repository. Torch's wheel is a
+# CUDA build: where a CUDA 13 toolkit is installed it needs only three small packages beside it, elsewhere pip brings all
+# of it.
+torch_need() {
+    local venv=$1 lists=$BUILD/${1##*/}-requirements stamp
+    shift
+    mkdir -p "$lists"
+    if compgen -G "$CUDA_LIB/libcudart.so.13*" >/dev/null; then
+        printf '%s\n' torch==2.11.0 nvidia-cufile==1.15.1.6 nvidia-nvshmem-cu13==3.4.5 nvidia-cusparselt-cu13==0.8.0 \
+            >"$lists/bare"
+        printf '%s\n' numpy filelock typing_extensions sympy networkx jinja2 fsspec setuptools "$@" >"$lists/whole"
+    else
+        : >"$lists/bare"
+        printf '%s\n' torch numpy "$@" >"$lists/whole"
+    fi
+    stamp=$(cat "$lists/bare" "$lists/whole" <(python3 --version) | sha256sum)
+    if [ ! -x "$venv/bin/python" ] || [ "$(cat "$venv/stamp" 2>/dev/null)" != "$stamp" ]; then
+        say "making ${venv#"$ROOT"/} with torch"
+        rm -rf "$venv"
+        quietly "${venv##*/}" python3 -m venv "$venv"
+        [ ! -s "$lists/bare" ] || quietly "${venv##*/}-bare" "$venv/bin/pip" install --no-deps -r "$lists/bare"
+        quietly "${venv##*/}-pip" "$venv/bin/pip" install -r "$lists/whole"
+        printf '%s\n' "$ROOT/shims/python" \
+            >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/libfsdp.pth"
+        printf '%s\n' "$stamp" >"$venv/stamp"
+    fi
+    [ ! -d "$CUDA_LIB" ] || export LD_LIBRARY_PATH=$CUDA_LIB${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+}
