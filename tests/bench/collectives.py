@@ -66,7 +66,9 @@ def start_gloo(ranks, largest):
     return Fleet(
         "gloo",
         ranks,
-        lambda fleet: [[sys.executable, HERE / "gloo_worker.py", r, ranks, fleet.folder, largest] for r in range(ranks)],
+        lambda fleet: [
+            [sys.executable, HERE / "torch_worker.py", "gloo", r, ranks, fleet.folder, largest] for r in range(ranks)
+        ],
     )
 
 
