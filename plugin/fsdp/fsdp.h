@@ -162,6 +162,7 @@ struct fsdp_model {
 };
 
 int model_is(const fsdp_model *model);
+int strategy_is_hybrid(fsdp_strategy strategy);
 /* Its group is, and no callback of the host's is running, which may not change a unit. */
 fsdp_status model_usable(fsdp_model *model);
 fsdp_status model_create(fsdp_group *group, const fsdp_model_options *options, fsdp_model **out);
@@ -289,6 +290,11 @@ fsdp_status unit_write_back(fsdp_unit *unit);
 fsdp_status unit_gather_param(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **out);
 fsdp_status unit_load_param(fsdp_unit *unit, int32_t index, const struct tensor *full);
 fsdp_status unit_cast(fsdp_unit *unit, fsdp_cast_kind kind, const struct tensor *input, DLManagedTensorVersioned **out);
+
+/* The piece of a gather of one parameter: from the ranks' shards, as `type`, to all of it in `data`. */
+fsdp_status param_gather(fsdp_work *work, struct op *op, const struct param *p, void *data, enum dtype type,
+                         struct piece *piece);
+void unit_drop_chunk(fsdp_unit *unit); /* the n-th part that reshard to n ranks kept */
 
 /* Have a work keep the unit until it is complete. */
 fsdp_status unit_keep(fsdp_unit *unit, fsdp_work *work);

@@ -59,6 +59,26 @@ static fsdp_status publish(fsdp_group *group, struct op *op, struct deadline dea
 
 /* ---- all parts into a slot of this rank's own */
 
+fsdp_status param_gather(fsdp_work *work, struct op *op, const struct param *p, void *data, enum dtype type,
+                         struct piece *piece)
+{
+    struct tensor shard, whole;
+    char *in, *out;
+    param_shard(p, p->shard, p->type, &shard);
+    param_whole(p, data, type, &whole);
+    tensor_first(&shard, p->shard_dim);
+    tensor_first(&whole, p->shard_dim);
+    TRY(work_pack(work, &op->packed, &shard, type, PACK_IN, &in));
+    TRY(work_pack(work, &op->packed, &whole, type, PACK_OUT, &out));
+    *piece = (struct piece){.in = in,
+                            .out = out,
+                            .type = type,
+                            .out_type = type,
+                            .in_split = {.only = -1},
+                            .out_split = {.count = p->count, .at = p->at, .only = -1}};
+    return FSDP_OK;
+}
+
 static fsdp_status pieces_gather(fsdp_work *work, fsdp_unit *unit, char *base)
 {
     struct op *op = &work->ops[0];
@@ -70,20 +90,7 @@ static fsdp_status pieces_gather(fsdp_work *work, fsdp_unit *unit, char *base)
     transfer->n_pieces = unit->n_params;
     for (int32_t i = 0; i < unit->n_params; i++) {
         const struct param *p = &unit->params[i];
-        struct tensor shard, whole;
-        char *in, *out;
-        param_shard(p, p->shard, p->type, &shard);
-        param_whole(p, base + p->full_at, p->full_type, &whole);
-        tensor_first(&shard, p->shard_dim);
-        tensor_first(&whole, p->shard_dim);
-        TRY(work_pack(work, &op->packed, &shard, p->full_type, PACK_IN, &in));
-        TRY(work_pack(work, &op->packed, &whole, p->full_type, PACK_OUT, &out));
-        transfer->pieces[i] = (struct piece){.in = in,
-                                             .out = out,
-                                             .type = p->full_type,
-                                             .out_type = p->full_type,
-                                             .in_split = {.only = -1},
-                                             .out_split = {.count = p->count, .at = p->at, .only = -1}};
+        TRY(param_gather(work, op, p, base + p->full_at, p->full_type, &transfer->pieces[i]));
     }
     return work_addresses(work, transfer);
 }
@@ -94,6 +101,31 @@ static size_t chunk_bytes(const fsdp_unit *unit)
 {
     size_t n = (size_t)unit->reshard_after_forward;
     return ((unit->full_bytes + n - 1) / n + PARAM_ALIGN - 1) & ~(size_t)(PARAM_ALIGN - 1);
+}
+
+static void chunk_count(const fsdp_unit *unit, int sign)
+{
+    int64_t bytes = sign * (int64_t)unit->chunk_mapped;
+    memory_count(unit->model, bytes, bytes * unit->model->group->size);
+}
+
+static fsdp_status chunk_make(fsdp_unit *unit)
+{
+    void *chunk;
+    if (unit->chunk) return FSDP_OK;
+    unit->chunk_mapped = os_page_round(chunk_bytes(unit));
+    TRY(os_map_anonymous(unit->chunk_mapped, &chunk));
+    unit->chunk = chunk;
+    chunk_count(unit, 1);
+    return FSDP_OK;
+}
+
+void unit_drop_chunk(fsdp_unit *unit)
+{
+    if (unit->chunk) chunk_count(unit, -1);
+    os_unmap(unit->chunk, unit->chunk_mapped);
+    unit->chunk = NULL;
+    unit->chunked = 0;
 }
 
 /* The ranks of a chunk's group, made the first time: collective over the unit's ranks. */
@@ -307,15 +339,8 @@ static fsdp_status unshard(fsdp_unit *unit, int reuse, fsdp_work **handle, int *
         slot_of(unit)->holder = unit->number + 1;
         if (unit->unseen) drop_edits(unit);
     } else {
-        TRY(unit_reshard(unit, RESHARD_RELEASE)); /* shards that changed while the unit was unsharded */
-        if (is_chunked(unit) && !unit->chunk) {
-            void *chunk; /* before anyone waits for this rank */
-            unit->chunk_mapped = os_page_round(chunk_bytes(unit));
-            TRY(os_map_anonymous(unit->chunk_mapped, &chunk));
-            unit->chunk = chunk;
-            memory_count(unit->model, (int64_t)unit->chunk_mapped,
-                         (int64_t)unit->chunk_mapped * unit->model->group->size);
-        }
+        TRY(unit_reshard(unit, RESHARD_RELEASE));    /* shards that changed while the unit was unsharded */
+        if (is_chunked(unit)) TRY(chunk_make(unit)); /* before anyone waits for this rank */
         TRY(slot_take(unit));
         drop_edits(unit);
         *begun = 1;

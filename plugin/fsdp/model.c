@@ -40,7 +40,7 @@ static fsdp_status check_divisor(const char *name, double divisor)
     return FSDP_OK;
 }
 
-static int is_hybrid(fsdp_strategy strategy)
+int strategy_is_hybrid(fsdp_strategy strategy)
 {
     return strategy == FSDP_HYBRID_SHARD || strategy == FSDP_HYBRID_SHARD_GRAD_OP;
 }
@@ -124,7 +124,7 @@ fsdp_status model_create(fsdp_group *group, const fsdp_model_options *options, f
     fsdp_model *model;
     TRY(group_usable(group));
     TRY(check_options(options));
-    CHECK_ARG(!is_hybrid(options->strategy),
+    CHECK_ARG(!strategy_is_hybrid(options->strategy),
               "options.strategy is %d, hybrid sharding, which needs a mesh: use fsdp_model_create_on_mesh",
               options->strategy);
     CHECK_ARG(!options->shard_dim && !options->replicate_dim,
@@ -143,7 +143,7 @@ static fsdp_status dimensions(const fsdp_mesh *mesh, const fsdp_model_options *o
     *shard = *replicate = -1;
     if (o->shard_dim && (*shard = mesh_find(mesh, o->shard_dim)) < 0) return FSDP_ERR_INVALID;
     if (o->replicate_dim && (*replicate = mesh_find(mesh, o->replicate_dim)) < 0) return FSDP_ERR_INVALID;
-    if (!is_hybrid(o->strategy)) {
+    if (!strategy_is_hybrid(o->strategy)) {
         int none = o->strategy == FSDP_NO_SHARD;
         CHECK_ARG(none ? !o->shard_dim : !o->replicate_dim, "options.%s is '%.40s', which strategy %d does not use",
                   none ? "shard_dim" : "replicate_dim", none ? o->shard_dim : o->replicate_dim,
@@ -202,7 +202,7 @@ static fsdp_status groups_make(fsdp_model *model, fsdp_mesh *mesh, int32_t shard
         snprintf(name, sizeof name, "%.40s", model->name);
         TRY(mesh_split(mesh, along, name, &model->group));
     }
-    if (!is_hybrid(model->strategy)) return FSDP_OK;
+    if (!strategy_is_hybrid(model->strategy)) return FSDP_OK;
     snprintf(name, sizeof name, "%.30s/%.30s", model->name, mesh->names[shard]);
     TRY(mesh_split(mesh, 1u << shard, name, &model->shard));
     snprintf(name, sizeof name, "%.30s/%.30s", model->name, mesh->names[replicate]);

@@ -70,9 +70,7 @@ static void unit_free(fsdp_unit *unit)
     work_release(unit->reducing);
     work_release(unit->replicating);
     unit_free_gradients(unit);
-    if (unit->chunk)
-        memory_count(model, -(int64_t)unit->chunk_mapped, -(int64_t)unit->chunk_mapped * model->group->size);
-    os_unmap(unit->chunk, unit->chunk_mapped);
+    unit_drop_chunk(unit);
     os_unmap(unit->full, unit->full_mapped);
     os_unmap(unit->shards, os_page_round(unit->shard_bytes));
     os_unmap(unit->grads, os_page_round(unit->grad_bytes));
@@ -199,13 +197,7 @@ fsdp_status unit_set_reshard_after_forward(fsdp_unit *unit, int32_t value)
     if (value > 1 && value == unit_shard_size(unit)) value = FSDP_RESHARD_ALWAYS;
     if (value != unit->reshard_after_forward) { /* parts for another number of ranks are of no use */
         TRY(unit_unshard_end(unit));
-        if (unit->chunk) {
-            memory_count(unit->model, -(int64_t)unit->chunk_mapped,
-                         -(int64_t)unit->chunk_mapped * unit->model->group->size);
-            os_unmap(unit->chunk, unit->chunk_mapped);
-            unit->chunk = NULL;
-        }
-        unit->chunked = 0;
+        unit_drop_chunk(unit);
     }
     unit->reshard_after_forward = value;
     return FSDP_OK;
@@ -217,7 +209,7 @@ static fsdp_status settle_options(fsdp_unit *unit, const fsdp_unit_options *opti
     fsdp_strategy strategy = options->strategy ? options->strategy : model->strategy;
     CHECK_ARG(strategy >= FSDP_FULL_SHARD && strategy <= FSDP_HYBRID_SHARD_GRAD_OP,
               "options.strategy is %d: FSDP_FULL_SHARD (1) to FSDP_HYBRID_SHARD_GRAD_OP (5)", strategy);
-    int hybrid = strategy == FSDP_HYBRID_SHARD || strategy == FSDP_HYBRID_SHARD_GRAD_OP;
+    int hybrid = strategy_is_hybrid(strategy);
     CHECK_ARG(!hybrid || model->shard,
               "unit '%s' asks for hybrid sharding, which needs a model made with it by fsdp_model_create_on_mesh",
               unit->name);

@@ -155,6 +155,26 @@ fsdp_status unit_write_back(fsdp_unit *unit)
 
 /* ---- one parameter */
 
+/* From the shards of all ranks to `data`. */
+static fsdp_status gather(fsdp_unit *unit, int32_t index, const struct param *p, void *data)
+{
+    fsdp_group *group = unit->shard_group;
+    fsdp_work *work;
+    TRY(work_create(group, &group->collectives, 1, 0, &work));
+    uint64_t hash = hash_number(unit->hash, (uint64_t)index);
+    struct op *op = op_init(work, 0, FSDP_OP_GATHER_PARAM, hash, unit->name, sizeof unit->name);
+    op->transfer.shape = TRANSFER_SPREAD;
+    op->transfer.reader = -1;
+    op->transfer.n_pieces = 1;
+    op->transfer.pieces = work_memory(work, sizeof(struct piece));
+    op->header.count = p->count;
+    fsdp_status status =
+        op->transfer.pieces ? param_gather(work, op, p, data, p->type, &op->transfer.pieces[0]) : FSDP_ERR_NOMEM;
+    if (status == FSDP_OK) return lane_submit(work, NULL);
+    work_release(work);
+    return status;
+}
+
 fsdp_status unit_gather_param(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **out)
 {
     TRY(unit_check_index(unit, index));
@@ -163,42 +183,14 @@ fsdp_status unit_gather_param(fsdp_unit *unit, int32_t index, DLManagedTensorVer
     DLManagedTensorVersioned *full;
     DLDataType dtype = dtype_to_dl(p->type);
     TRY(managed_empty(&dtype, p->ndim, p->shape, &full));
-    struct tensor whole, shard;
-    param_whole(p, full->dl_tensor.data, p->type, &whole);
-    param_shard(p, p->shard, p->type, &shard);
     fsdp_status status = FSDP_OK;
-    if (!unit->shard_group) {
-        tensor_copy(&whole, &shard);
+    if (unit->shard_group) {
+        status = gather(unit, index, p, full->dl_tensor.data);
     } else {
-        fsdp_group *group = unit->shard_group;
-        fsdp_work *work = NULL;
-        status = work_create(group, &group->collectives, 1, 0, &work);
-        if (status == FSDP_OK) {
-            struct op *op = op_init(work, 0, FSDP_OP_GATHER_PARAM, hash_number(unit->hash, (uint64_t)index), unit->name,
-                                    sizeof unit->name);
-            char *in, *to;
-            tensor_first(&whole, p->shard_dim);
-            tensor_first(&shard, p->shard_dim);
-            op->transfer.shape = TRANSFER_SPREAD;
-            op->transfer.reader = -1;
-            op->transfer.pieces = work_memory(work, sizeof(struct piece));
-            status = op->transfer.pieces ? FSDP_OK : FSDP_ERR_NOMEM;
-            if (status == FSDP_OK) status = work_pack(work, &op->packed, &shard, p->type, PACK_IN, &in);
-            if (status == FSDP_OK) status = work_pack(work, &op->packed, &whole, p->type, PACK_OUT, &to);
-            if (status == FSDP_OK) {
-                op->transfer.n_pieces = 1;
-                op->transfer.pieces[0] = (struct piece){.in = in,
-                                                        .out = to,
-                                                        .type = p->type,
-                                                        .out_type = p->type,
-                                                        .in_split = {.only = -1},
-                                                        .out_split = {.count = p->count, .at = p->at, .only = -1}};
-                op->header.count = p->count;
-                status = lane_submit(work, NULL);
-            } else {
-                work_release(work);
-            }
-        }
+        struct tensor whole, shard;
+        param_whole(p, full->dl_tensor.data, p->type, &whole);
+        param_shard(p, p->shard, p->type, &shard);
+        tensor_copy(&whole, &shard);
     }
     if (status != FSDP_OK) {
         fsdp_error_info failure;
