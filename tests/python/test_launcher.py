@@ -293,11 +293,19 @@ import os, sys, time
 if os.environ["RANK"] == "1":
     time.sleep(0.3)
     raise ValueError("the cause")
-sys.exit(f"Traceback (most recent call last):\\n  ...\\nlibfsdp.errors.{sys.argv[1]}: rank 1 ended")
+sys.exit(f"Traceback (most recent call last):\\n  ...\\n{sys.argv[1]}: rank 1 ended")
 """
 
 
-@pytest.mark.parametrize("consequence", ["Aborted", "PeerLost"])
+@pytest.mark.parametrize(
+    "consequence",
+    [
+        "libfsdp.errors.Aborted",
+        "libfsdp.errors.PeerLost",
+        "[rank0]: [rank0]: libfsdp.torch.errors.Aborted",
+        "libfsdp.tensorplay.errors.PeerLost",
+    ],
+)
 def test_the_rank_that_failed_first_is_named_and_not_one_that_failed_because_of_it(tmp_path, consequence):
     done = launch(3, script(tmp_path, CAUSE), consequence)
     said = [line for line in done.stderr.splitlines() if line.startswith("libfsdp.run: rank")]
@@ -307,6 +315,6 @@ def test_the_rank_that_failed_first_is_named_and_not_one_that_failed_because_of_
 def test_a_consequence_without_a_cause_is_named_itself(tmp_path):
     text = CAUSE.replace("time.sleep(0.3)", "time.sleep(30)")
     begin = time.monotonic()
-    done = launch(2, script(tmp_path, text), "PeerLost")
+    done = launch(2, script(tmp_path, text), "libfsdp.errors.PeerLost")
     assert done.returncode == 1 and "libfsdp.run: rank 0 " in done.stderr
     assert time.monotonic() - begin < 8

@@ -17,6 +17,7 @@ This module needs nothing but the standard library; it does not load libfsdp.so.
 import argparse
 import ctypes
 import os
+import re
 import secrets
 import select
 import signal
@@ -26,8 +27,9 @@ import sys
 import threading
 import time
 
-# How the last line of a Python rank begins that failed only because another one had: what libfsdp raised there.
-CONSEQUENCE = (b"libfsdp.errors.Aborted", b"libfsdp.errors.PeerLost")
+# How the last line of a Python rank begins that failed only because another one had: what libfsdp, or its module for a
+# host, raised there. torch puts the rank's number before it, once for each time that a program made its first group.
+CONSEQUENCE = re.compile(rb"(\[rank\d+\]: )*libfsdp(\.\w+)*\.(Aborted|PeerLost)\b")
 SETTLE = 1  # seconds that the rank that failed first is waited for, after one that failed because of it
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
@@ -280,7 +282,7 @@ class Job:
             if rank.ended == (0, None) or self.failed is not None:
                 continue
             self._last_words(rank)
-            if not by_signal and rank.last_line.startswith(CONSEQUENCE):
+            if not by_signal and CONSEQUENCE.match(rank.last_line):
                 self.suspects.append(rank)
                 if self.settle_at is None:
                     self.settle_at = time.monotonic() + SETTLE
