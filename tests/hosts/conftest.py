@@ -1,6 +1,6 @@
 """What the tests of hosts share: `hosted(n, worker, ...)` runs a function of the test module on n ranks, each a
-process of its own under libfsdp.run, as `worker(job, ...)` with a Job: torch's default group on "fsdp" and one of the
-same ranks on gloo beside it. Every assertion in it counts.
+process of its own under libfsdp.run, as `worker(job, ...)` with a Job: the host's default group on "fsdp" and one of the
+same ranks on gloo beside it. Every assertion in it counts. A module's RANK names its host's program for a rank.
 """
 
 import json
@@ -9,13 +9,11 @@ import pathlib
 import signal
 import subprocess
 import sys
-import tomllib
 
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "shims" / "python"
-RANK = pathlib.Path(__file__).with_name("torch_rank.py")
 
 
 def environment(**more):
@@ -65,7 +63,7 @@ def hosted(request, tmp_path):
         done = run_python(
             *launcher,
             *count,
-            RANK,
+            pathlib.Path(__file__).with_name(getattr(request.module, "RANK", "torch_rank.py")),
             pathlib.Path(request.module.__file__),
             worker.__name__,
             tmp_path / "store",
@@ -83,6 +81,8 @@ def hosted(request, tmp_path):
 def installed(tmp_path):
     """An environment in which Python takes libfsdp for an installed distribution, with pyproject.toml's entry
     points."""
+    import tomllib  # here: Python 3.10 has none
+
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     info = tmp_path / "site" / "libfsdp-0.dist-info"
     info.mkdir(parents=True)
