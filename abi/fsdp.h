@@ -290,7 +290,8 @@ typedef struct fsdp_group_options {
     size_t struct_size;
     const char *name;      /* for messages; at most 63 bytes. NULL: "group<n>". Ranks need not agree on it. */
     const char *transport; /* "self" (one rank), "shm" (one host; with one rank the same as "self"); NULL: by size */
-    int64_t timeout_ms;    /* of each operation, from its start on the data path, and of making the group; 0: 600000 */
+    int64_t timeout_ms;    /* of each operation, from its start on the data path, and of making the group; 0: 600000.
+                              See fsdp_group_set_timeout. At most 30 years: what is longer means as much. */
     int64_t
         staging_bytes;   /* shared memory for staging, for each rank; 0: 512 KiB. 64 KiB to 256 MiB; rank 0's counts. */
     int32_t direct_read; /* reading peers' memory with process_vm_readv: 0 where the kernel allows it and it is the
@@ -324,10 +325,24 @@ typedef struct fsdp_group_info {
     uint64_t bytes_moved;  /* bytes this rank read from peers' memory or staging, and wrote to staging and shared
                               regions, since the group was made */
     int64_t segment_bytes; /* shared memory of the whole group, counted once a host */
+    int64_t timeout_ms;    /* of operations issued now, see fsdp_group_set_timeout */
 } fsdp_group_info;
 
 /* How the group is and what it has done. Also answers for a group that has failed. */
 FSDP_API fsdp_status fsdp_group_query(fsdp_group *group, fsdp_group_info *info);
+
+/* Change the timeout of operations that this rank issues from here on; 0: the default, 600000. Those issued before keep
+ * theirs, and groups split off before keep what they have, also those that a mesh or model made of this one. From any
+ * thread, at any time. Local: each rank sets its own. Where ranks differ, the shortest that passes ends the group on
+ * all of them, and names a rank that did not come. Errors: INVALID (negative), FORKED, what ended the group. */
+FSDP_API fsdp_status fsdp_group_set_timeout(fsdp_group *group, int64_t timeout_ms);
+
+/* The timeout of operations that the calling thread issues from here on, on whatever group, instead of the group's; 0,
+ * as at first: the group's. For one operation: set it, call, set it back to 0. What other threads issue meanwhile, on
+ * the same group too, is not touched. It counts as the group's does; but a collective that is run to the end before its
+ * call returns counts it from the call, so that waiting behind this rank's earlier operations can't take longer either:
+ * when it passes there, the group ends with TIMEOUT. Errors: INVALID (negative). */
+FSDP_API fsdp_status fsdp_set_thread_timeout(int64_t timeout_ms);
 
 /* End the group for all its ranks: operations in flight and later ones return ABORTED with `reason` (NULL: none given).
  * From any thread, at any time; does not block. A second abort does nothing. */
@@ -1090,6 +1105,8 @@ struct fsdp_api {
     fsdp_status (*model_set_all_reduce)(fsdp_model *model, int32_t all_reduce);
     fsdp_status (*model_set_gradient_divisor)(fsdp_model *model, double divisor);
     fsdp_status (*model_broadcast)(fsdp_model *model, const DLTensor *const *tensors, int32_t n);
+    fsdp_status (*group_set_timeout)(fsdp_group *group, int64_t timeout_ms);
+    fsdp_status (*set_thread_timeout)(int64_t timeout_ms);
 };
 /* generated: end */
 /* clang-format on */

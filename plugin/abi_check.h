@@ -21,7 +21,7 @@
 #define ABI_LAST_fsdp_store_options job_key
 #define ABI_LAST_fsdp_store_callbacks release
 #define ABI_LAST_fsdp_group_options spin_us
-#define ABI_LAST_fsdp_group_info segment_bytes
+#define ABI_LAST_fsdp_group_info timeout_ms
 #define ABI_LAST_fsdp_collective tag
 #define ABI_LAST_fsdp_mesh_info names
 #define ABI_LAST_fsdp_precision keep_inputs

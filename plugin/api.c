@@ -255,6 +255,17 @@ fsdp_status fsdp_group_query(fsdp_group *group, fsdp_group_info *info)
     return ABI_WRITE(fsdp_group_info, info, &now);
 }
 
+fsdp_status fsdp_group_set_timeout(fsdp_group *group, int64_t timeout_ms)
+{
+    CHECK_GROUP(group);
+    return group_set_timeout(group, timeout_ms);
+}
+
+fsdp_status fsdp_set_thread_timeout(int64_t timeout_ms)
+{
+    return work_set_thread_timeout(timeout_ms);
+}
+
 fsdp_status fsdp_group_abort(fsdp_group *group, const char *reason)
 {
     CHECK_GROUP(group);

@@ -50,7 +50,7 @@ fsdp_status call_compare(fsdp_group *group)
         /* Copies: a peer gone wild must not change between a check and a use. */
         struct call_header first = *t->ops->header_of(t, 0), other = *t->ops->header_of(t, r);
         if (memcmp(&first, &other, sizeof first) == 0) continue;
-        char a[CALL_TEXT], b[CALL_TEXT];
+        char a[CALL_TEXT], b[CALL_TEXT], one[GROUP_RANK_TEXT], two[GROUP_RANK_TEXT];
         call_text(&first, t->ops->payload_of(t, 0), a);
         call_text(&other, t->ops->payload_of(t, r), b);
         int unit = is_unit_call(first.kind);
@@ -64,8 +64,9 @@ fsdp_status call_compare(fsdp_group *group)
                           : first.kind == FSDP_OP_UNSCALE
                               ? " (their scalers differ in scale, growth tracker or options)"
                               : " (they differ in shapes or rows)";
-        err(FSDP_ERR_MISMATCH, "group '%s', operation %llu: rank 0 called %s, rank %d called %s%s: %s", group->name,
-            (unsigned long long)mine->sequence, a, r, b, why,
+        err(FSDP_ERR_MISMATCH, "group '%s', operation %llu: %s called %s, %s called %s%s: %s", group->name,
+            (unsigned long long)mine->sequence, group_rank_text(group, 0, one), a, group_rank_text(group, r, two), b,
+            why,
             first.kind == FSDP_OP_RESET || other.kind == FSDP_OP_RESET
                 ? "the iteration was broken off there: call fsdp_model_reset on this rank too"
                 : "all ranks must make the same calls in the same order");

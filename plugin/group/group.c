@@ -13,7 +13,6 @@
 #include <string.h>
 
 #define TIMEOUT_MS 600000
-#define TIMEOUT_MOST_MS 1000000000000 /* 30 years: as nanoseconds it still fits */
 #define STAGING_BYTES (512 << 10)
 #define STAGING_MIN (64 << 10)
 #define STAGING_MAX (256 << 20)
@@ -56,13 +55,28 @@ fsdp_status group_usable(fsdp_group *group)
     return group->transport->ops->status(group->transport);
 }
 
-struct deadline group_deadline(const fsdp_group *group, fsdp_op_kind kind, uint64_t sequence)
+/* From what a caller gives: 0 is the default. */
+static int64_t timeout_within(int64_t timeout_ms)
 {
-    return (struct deadline){.at_ns = os_now_ns() + group->timeout_ms * 1000000,
-                             .timeout_ms = group->timeout_ms,
-                             .doing = call_kind_name(kind),
-                             .kind = kind,
-                             .sequence = sequence};
+    if (!timeout_ms) return TIMEOUT_MS;
+    return timeout_ms < GROUP_TIMEOUT_MOST_MS ? timeout_ms : GROUP_TIMEOUT_MOST_MS;
+}
+
+fsdp_status group_set_timeout(fsdp_group *group, int64_t timeout_ms)
+{
+    TRY(group_usable(group));
+    CHECK_ARG(timeout_ms >= 0, "timeout_ms is %lld: give milliseconds, or 0 for the default", (long long)timeout_ms);
+    atomic_store(&group->timeout_ms, timeout_within(timeout_ms));
+    return FSDP_OK;
+}
+
+const char *group_rank_text(const fsdp_group *group, int rank, char text[GROUP_RANK_TEXT])
+{
+    if (group->origin[0])
+        snprintf(text, GROUP_RANK_TEXT, "rank %d (rank %d of '%s')", rank, group->world[rank], group->origin);
+    else
+        snprintf(text, GROUP_RANK_TEXT, "rank %d", rank);
+    return text;
 }
 
 /* ---- making */
@@ -101,16 +115,18 @@ static fsdp_status make(fsdp_store *store, const fsdp_group_options *options, in
     atomic_init(&group->holds, 1);
     group->rank = rank;
     group->size = size;
-    group->timeout_ms = options->timeout_ms ? options->timeout_ms : TIMEOUT_MS;
-    if (group->timeout_ms > TIMEOUT_MOST_MS) group->timeout_ms = TIMEOUT_MOST_MS;
+    for (int32_t r = 0; r < size; r++) group->world[r] = r;
+    int64_t timeout_ms = timeout_within(options->timeout_ms);
+    atomic_init(&group->timeout_ms, timeout_ms);
     group->options = *options;
+    group->options.timeout_ms = 0;
     group->options.name = group->options.transport = NULL;
     if (options->name)
         snprintf(group->name, sizeof group->name, "%s", options->name);
     else
         snprintf(group->name, sizeof group->name, "group%lld", atomic_fetch_add(&groups_made, 1));
     bootstrap->name = group->name;
-    bootstrap->deadline_ns = os_now_ns() + group->timeout_ms * 1000000;
+    bootstrap->deadline_ns = os_now_ns() + timeout_ms * 1000000;
     pool_init(&group->pool);
     pthread_mutex_init(&group->family, NULL);
     lane_init(&group->collectives, group, collectives_advance, NULL);
@@ -120,7 +136,7 @@ static fsdp_status make(fsdp_store *store, const fsdp_group_options *options, in
         .rank = rank,
         .size = size,
         .name = group->name,
-        .timeout_ms = group->timeout_ms,
+        .timeout_ms = timeout_ms,
         .staging_bytes = options->staging_bytes ? options->staging_bytes : STAGING_BYTES,
         .direct_read = options->direct_read,
         .spin_us = options->spin_us,
@@ -167,7 +183,7 @@ fsdp_status group_create(fsdp_store *store, const fsdp_group_options *given, fsd
 static void inherit(fsdp_group_options *options, fsdp_group *parent, char *name, size_t size)
 {
     const fsdp_group_options *from = &parent->options;
-    if (!options->timeout_ms) options->timeout_ms = from->timeout_ms;
+    if (!options->timeout_ms) options->timeout_ms = atomic_load(&parent->timeout_ms);
     if (!options->staging_bytes) options->staging_bytes = from->staging_bytes;
     if (!options->direct_read) options->direct_read = from->direct_read;
     if (!options->spin_us) options->spin_us = from->spin_us;
@@ -241,6 +257,10 @@ fsdp_status group_split(fsdp_group *parent, int32_t color, int32_t key, const fs
         store_retain(parent->store);
         group->store = parent->store;
     }
+    if (group) {
+        for (int r = 0; r < group->size; r++) group->world[r] = parent->world[ranks[r]];
+        memcpy(group->origin, parent->origin[0] ? parent->origin : parent->name, GROUP_NAME);
+    }
     *out = group;
     return FSDP_OK;
 }
@@ -264,6 +284,7 @@ void group_query(fsdp_group *group, fsdp_group_info *info)
     info->operations = atomic_load_explicit(&group->operations, memory_order_relaxed);
     info->bytes_moved = atomic_load_explicit(&t->bytes_moved, memory_order_relaxed);
     info->segment_bytes = t->segment_bytes;
+    info->timeout_ms = atomic_load(&group->timeout_ms);
 }
 
 void group_adopt(fsdp_group *parent, fsdp_group *child)

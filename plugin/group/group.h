@@ -25,6 +25,7 @@
 
 #define GROUP_NAME 64
 #define GROUP_MAX_RANKS TRANSPORT_MAX_RANKS
+#define GROUP_TIMEOUT_MOST_MS 1000000000000 /* 30 years: as nanoseconds it still fits */
 #define CALL_LABEL 64
 
 /* ---- operations */
@@ -83,8 +84,11 @@ struct fsdp_work {
     struct op *ops;
     int32_t n_transits;
     struct transit *transits;
-    struct deadline deadline;
-    void *blocks; /* chain of memory that lives as long as the work: arrays, pieces */
+    int64_t timeout_ms;       /* fixed when it is made: the thread's, else the group's */
+    int32_t own_timeout;      /* it is the thread's */
+    int64_t end_ns;           /* when its time is up; 0: timeout_ms after each operation's start on the data path */
+    struct deadline deadline; /* of messages */
+    void *blocks;             /* chain of memory that lives as long as the work: arrays, pieces */
 
     /* Written by the completing thread before `done`, or under the lane's lock. */
     fsdp_error_info failure;
@@ -95,7 +99,11 @@ struct fsdp_work {
     struct keep *keeps;
 };
 
+/* The timeout of works that this thread makes from here on, instead of their groups'; 0: their groups'. */
+fsdp_status work_set_thread_timeout(int64_t timeout_ms);
 fsdp_status work_create(fsdp_group *group, struct lane *lane, int32_t n_ops, int32_t n_transits, fsdp_work **out);
+/* Of an operation of the work that begins now. */
+struct deadline work_deadline(const fsdp_work *work, fsdp_op_kind kind, uint64_t sequence);
 /* Zeroed memory that is freed with the work. */
 void *work_memory(fsdp_work *work, size_t bytes);
 /* Room for the transfer's addresses, where its transport may want it. After its pieces are all there. */
@@ -142,7 +150,8 @@ void lane_init(struct lane *lane, fsdp_group *group, void (*advance)(struct lane
                void (*nudge)(struct lane *));
 void lane_destroy(struct lane *lane); /* after lane_stop */
 /* Submit a work. With `handle` NULL it is run to its end and released, and its status returned; otherwise *handle gets
- * the reference. On failure to submit the work is released and nothing was done. */
+ * the reference. On failure to submit the work is released and nothing was done.
+ * A synchronous work with a timeout of its own that passes while earlier ones run ends the group. */
 fsdp_status lane_submit(fsdp_work *work, fsdp_work **handle);
 /* Wait for `work`; helps when timeout_ms < 0. 1 when complete. Inside a callback of the same lane: 0 at once, if it is
  * not. */
@@ -180,8 +189,10 @@ struct fsdp_group {
     atomic_int holds; /* the memory: users as one, and each work */
     int32_t rank, size;
     char name[GROUP_NAME];
-    int64_t timeout_ms;
-    struct fsdp_group_options options; /* strings not kept */
+    int32_t world[GROUP_MAX_RANKS];    /* the ranks' numbers in the group that all splits began with, */
+    char origin[GROUP_NAME];           /* and its name; "" in that group itself */
+    _Atomic int64_t timeout_ms;        /* of works that are made from here on */
+    struct fsdp_group_options options; /* strings not kept, nor the timeout */
     fsdp_store *store;
     struct transport *transport;
     struct lane collectives, messages;
@@ -198,6 +209,7 @@ struct fsdp_group {
 fsdp_status group_create(fsdp_store *store, const fsdp_group_options *options, fsdp_group **out);
 fsdp_status group_split(fsdp_group *group, int32_t color, int32_t key, const fsdp_group_options *options,
                         fsdp_group **out);
+fsdp_status group_set_timeout(fsdp_group *group, int64_t timeout_ms);
 void group_query(fsdp_group *group, fsdp_group_info *info);
 void group_abort(fsdp_group *group, const char *reason);
 /* Aborting the parent aborts the child too: for groups that the library makes for itself, or as part of something. */
@@ -209,7 +221,9 @@ void group_unhold(fsdp_group *group);
 int group_is(const fsdp_group *group);
 /* FORKED in a child, the recorded failure of a failed group. */
 fsdp_status group_usable(fsdp_group *group);
-struct deadline group_deadline(const fsdp_group *group, fsdp_op_kind kind, uint64_t sequence);
+/* "rank 1", in a part of a split group "rank 1 (rank 5 of 'group0')". */
+#define GROUP_RANK_TEXT (GROUP_NAME + 48)
+const char *group_rank_text(const fsdp_group *group, int rank, char text[GROUP_RANK_TEXT]);
 
 /* Build and submit what the public call asks for. */
 fsdp_status group_collective(fsdp_group *group, const fsdp_collective *calls, int32_t n, fsdp_work **handle);
@@ -226,7 +240,7 @@ fsdp_status group_exchange_prepared(fsdp_group *group, fsdp_work **prepared, fsd
 /* Begin operation `index` of a work: what all ranks must agree on, and what each tells the others. */
 struct op *op_init(fsdp_work *work, int32_t index, fsdp_op_kind kind, uint64_t hash, const void *payload, size_t bytes);
 /* Run one collective of the work: exchange, compare, move. */
-fsdp_status op_run(fsdp_group *group, struct op *op);
+fsdp_status op_run(fsdp_work *work, struct op *op);
 
 /* ---- calls */
 

@@ -96,6 +96,34 @@ static void append(struct lane *lane, fsdp_work *work)
     ref_get(&work->ref); /* the queue's */
 }
 
+/* The thread of a synchronous work with a timeout of its own: when that passes before its turn has come, the group
+ * ends, and with it what runs before. Once it runs, its own deadline ends it. */
+static void wait_turn(fsdp_work *work)
+{
+    struct lane *lane = work->lane;
+    fsdp_group *group = work->group;
+    int64_t left_ns = work->end_ns - os_now_ns();
+    for (int64_t ms = left_ns > 0 ? left_ns / 1000000 + 1 : 0; !lane_wait(work, ms); ms = 10) {
+        pthread_mutex_lock(&lane->lock);
+        fsdp_work *first = lane->head;
+        fsdp_op_kind earlier = first && first != work && first->n_ops ? first->ops[0].kind : FSDP_OP_NONE;
+        pthread_mutex_unlock(&lane->lock);
+        if (earlier == FSDP_OP_NONE) continue;
+        fsdp_error_info failure;
+        err(FSDP_ERR_TIMEOUT,
+            "group '%s': timed out after %lld ms in %s on rank %d: its turn did not come, as an earlier %s of this "
+            "rank still waits for other ranks",
+            group->name, (long long)work->timeout_ms, call_kind_name(work->ops[0].kind), group->rank,
+            call_kind_name(earlier));
+        err_operation(work->ops[0].kind, 0, group->rank, -1);
+        err_save(&failure);
+        transport_fail(group->transport, &failure);
+        group->transport->ops->message_nudge(group->transport);
+        lane_wait(work, -1);
+        return;
+    }
+}
+
 fsdp_status lane_submit(fsdp_work *work, fsdp_work **handle)
 {
     struct lane *lane = work->lane;
@@ -105,8 +133,11 @@ fsdp_status lane_submit(fsdp_work *work, fsdp_work **handle)
         work_complete(work, FSDP_OK);
         return FSDP_OK;
     }
+    int bounded = !handle && work->own_timeout && work->n_ops;
+    if (bounded) work->end_ns = os_now_ns() + work->timeout_ms * 1000000;
     pthread_mutex_lock(&lane->lock);
-    fsdp_status status = handle ? start_thread(lane) : FSDP_OK;
+    int queues = bounded && (lane->head || lane->busy); /* then others run it: this thread looks at the clock */
+    fsdp_status status = handle || queues ? start_thread(lane) : FSDP_OK;
     if (status != FSDP_OK) {
         pthread_mutex_unlock(&lane->lock);
         work_release(work);
@@ -121,14 +152,17 @@ fsdp_status lane_submit(fsdp_work *work, fsdp_work **handle)
     }
     append(lane, work);
     if (lane->busy && lane->nudge) lane->nudge(lane);
-    if (!handle && !lane->busy) advance(lane, work);
+    if (!handle && !lane->busy && !queues) advance(lane, work);
     if (lane->waiting) pthread_cond_broadcast(&lane->changed);
     pthread_mutex_unlock(&lane->lock);
     if (handle) {
         *handle = work;
         return FSDP_OK;
     }
-    if (!atomic_load_explicit(&work->done, memory_order_acquire)) lane_wait(work, -1);
+    if (queues)
+        wait_turn(work);
+    else if (!atomic_load_explicit(&work->done, memory_order_acquire))
+        lane_wait(work, -1);
     status = work_status(work);
     work_release(work);
     return status;
@@ -192,7 +226,7 @@ void collectives_advance(struct lane *lane, fsdp_work *until)
         pthread_mutex_unlock(&lane->lock);
         if (!work) return;
         fsdp_status status = FSDP_OK;
-        for (int32_t i = 0; i < work->n_ops && status == FSDP_OK; i++) status = op_run(lane->group, &work->ops[i]);
+        for (int32_t i = 0; i < work->n_ops && status == FSDP_OK; i++) status = op_run(work, &work->ops[i]);
 
         pthread_mutex_lock(&lane->lock);
         lane->head = work->next;

@@ -414,7 +414,7 @@ static fsdp_status check_overlaps(const struct call *calls, int32_t n)
 
 static fsdp_status build_messages(fsdp_work *work, const struct call *calls, int32_t n)
 {
-    work->deadline = group_deadline(work->group, calls[0].given->kind, 0);
+    work->deadline = work_deadline(work, calls[0].given->kind, 0);
     for (int32_t i = 0; i < n; i++) {
         struct transit *transit = &work->transits[i];
         const fsdp_collective *given = calls[i].given;
@@ -558,24 +558,25 @@ static fsdp_status check_counts(fsdp_group *group, const struct op *op)
             memcpy(&gives, (const int64_t *)t->ops->payload_of(t, a) + b, sizeof gives);
             memcpy(&expects, (const int64_t *)t->ops->payload_of(t, b) + size + a, sizeof expects);
             if (gives == expects) continue;
+            char giver[GROUP_RANK_TEXT], taker[GROUP_RANK_TEXT];
             err(FSDP_ERR_MISMATCH,
-                "group '%s', operation %llu: uneven all_to_all: rank %d gives rank %d %lld elements, but rank %d "
-                "expects %lld of "
+                "group '%s', operation %llu: uneven all_to_all: %s gives %s %lld elements, but rank %d expects %lld of "
                 "it: input_rows[%d] on rank %d and output_rows[%d] on rank %d must be equal",
-                group->name, (unsigned long long)op->header.sequence, a, b, (long long)gives, b, (long long)expects, b,
-                a, a, b);
+                group->name, (unsigned long long)op->header.sequence, group_rank_text(group, a, giver),
+                group_rank_text(group, b, taker), (long long)gives, b, (long long)expects, b, a, a, b);
             err_operation(op->kind, op->header.sequence, a, b);
             return FSDP_ERR_MISMATCH;
         }
     return FSDP_OK;
 }
 
-fsdp_status op_run(fsdp_group *group, struct op *op)
+fsdp_status op_run(fsdp_work *work, struct op *op)
 {
+    fsdp_group *group = work->group;
     struct transport *t = group->transport;
     op->header.sequence = ++group->sequence;
     atomic_fetch_add_explicit(&group->operations, 1, memory_order_relaxed);
-    struct deadline deadline = group_deadline(group, op->kind, op->header.sequence);
+    struct deadline deadline = work_deadline(work, op->kind, op->header.sequence);
 
     packed_fill(op->packed);
     fsdp_status status = t->ops->exchange(t, &op->header, op->payload, op->payload_bytes,

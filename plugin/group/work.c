@@ -31,6 +31,26 @@ void *work_memory(fsdp_work *work, size_t bytes)
     return block->data;
 }
 
+/* The calling thread's, see work_set_thread_timeout. A work takes it, or its group's, when it is made, on the thread
+ * that makes the call: what another thread sets meanwhile is no concern of it. */
+static _Thread_local int64_t thread_timeout_ms;
+
+fsdp_status work_set_thread_timeout(int64_t timeout_ms)
+{
+    CHECK_ARG(timeout_ms >= 0, "timeout_ms is %lld: give milliseconds, or 0 for the group's", (long long)timeout_ms);
+    thread_timeout_ms = timeout_ms < GROUP_TIMEOUT_MOST_MS ? timeout_ms : GROUP_TIMEOUT_MOST_MS;
+    return FSDP_OK;
+}
+
+struct deadline work_deadline(const fsdp_work *work, fsdp_op_kind kind, uint64_t sequence)
+{
+    return (struct deadline){.at_ns = work->end_ns ? work->end_ns : os_now_ns() + work->timeout_ms * 1000000,
+                             .timeout_ms = work->timeout_ms,
+                             .doing = call_kind_name(kind),
+                             .kind = kind,
+                             .sequence = sequence};
+}
+
 fsdp_status work_create(fsdp_group *group, struct lane *lane, int32_t n_ops, int32_t n_transits, fsdp_work **out)
 {
     /* One block: most works have one operation. */
@@ -42,6 +62,8 @@ fsdp_status work_create(fsdp_group *group, struct lane *lane, int32_t n_ops, int
     ref_init(&work->ref, REF_WORK);
     work->group = group;
     work->lane = lane;
+    work->own_timeout = thread_timeout_ms > 0;
+    work->timeout_ms = work->own_timeout ? thread_timeout_ms : atomic_load(&group->timeout_ms);
     work->n_ops = n_ops;
     work->ops = (struct op *)(block + ops_at);
     work->n_transits = n_transits;

@@ -382,6 +382,41 @@ Test(mismatch, order_of_calls)
     crew_run(2, 10000, order);
 }
 
+/* In a part of a split group, and in a part of that, ranks have other numbers than those their user knows: both are
+ * told. Ranks 1 to 3 of 4 form a part in reverse order, all but its first rank another. */
+static void part(int rank)
+{
+    fsdp_group_options options = crew_options(8000, 0), named = options;
+    options.name = "everyone";
+    named.name = "inner";
+    fsdp_group *group = crew_group(rank, 4, &options), *outer = NULL, *inner = NULL;
+    OK(fsdp_group_split(group, rank > 0 ? 0 : -1, -rank, NULL, &outer));
+    if (rank > 0) {
+        float *data = crew_floats(3 * (4 + rank), GUARD);
+        int64_t n = rank == 2 ? 4 : 5; /* rank 1 of outer */
+        EXPECT(fsdp_all_reduce(outer, crew_tensor(data, F32, n), crew_tensor(data, F32, n), FSDP_SUM, NULL),
+               FSDP_ERR_MISMATCH, "group 'everyone/0'", "rank 0 (rank 3 of 'everyone') called all_reduce(sum) of 5",
+               "rank 1 (rank 2 of 'everyone') called all_reduce(sum) of 4");
+        OK(fsdp_group_split(outer, rank < 3 ? 0 : -1, 0, &named, &inner));
+    }
+    if (inner) {
+        float data[8] = {0}, out[8];
+        int64_t gives[2] = {1, rank}, takes[2] = {1, 1}; /* rank 2 of everyone gives 2 */
+        EXPECT(fsdp_all_to_all_v(inner, crew_tensor(data, F32, 1 + rank), crew_tensor(out, F32, 2), gives, takes, NULL),
+               FSDP_ERR_MISMATCH, "group 'inner'", "rank 0 (rank 2 of 'everyone') gives rank 1 (rank 1 of 'everyone')");
+        crew_group_works(inner, 2 - rank, 2);
+    }
+    crew_group_works(group, rank, 4);
+    fsdp_group_release(inner);
+    fsdp_group_release(outer);
+    fsdp_group_release(group);
+}
+
+Test(mismatch, in_a_part_both_numbers_of_a_rank_are_told)
+{
+    crew_run(4, 20000, part);
+}
+
 /* Point to point: counts or dtypes that differ fail that message on both sides, and only it. */
 static void messages(int rank)
 {

@@ -265,6 +265,7 @@ class fsdp_group_info(_Sized):
         ("operations", c_uint64),
         ("bytes_moved", c_uint64),
         ("segment_bytes", c_int64),
+        ("timeout_ms", c_int64),
     ]
 
 
@@ -485,6 +486,8 @@ PROTOTYPES = {
     "fsdp_group_create": (_status, (_H, POINTER(fsdp_group_options), _H_out)),
     "fsdp_group_split": (_status, (_H, c_int32, c_int32, POINTER(fsdp_group_options), _H_out)),
     "fsdp_group_query": (_status, (_H, POINTER(fsdp_group_info))),
+    "fsdp_group_set_timeout": (_status, (_H, c_int64)),
+    "fsdp_set_thread_timeout": (_status, (c_int64,)),
     "fsdp_group_abort": (_status, (_H, c_char_p)),
     "fsdp_group_retain": (_status, (_H,)),
     "fsdp_group_release": (None, (_H,)),
