@@ -17,6 +17,7 @@ from conftest import environment, launch
 
 import libfsdp
 from libfsdp import Group, ReduceOp
+from libfsdp.group import call_timeout
 
 
 def rank_data(rank, shape, dtype="float32"):
@@ -534,6 +535,105 @@ def times_out(group):
 
 def test_a_silent_peer_is_a_timeout(ranks):
     ranks(2, times_out_in_a_short_group)
+
+
+def ended(call, after, *says):
+    """`call` raises Timeout with these words, after about so many seconds."""
+    begin = time.monotonic()
+    with pytest.raises(libfsdp.Timeout) as caught:
+        call()
+    assert after - 0.02 < time.monotonic() - begin < after + 3, caught.value
+    assert all(text in str(caught.value) for text in says), caught.value
+    return caught.value
+
+
+def changes_the_timeout(group):
+    with Group(group.store, timeout=50) as own:
+        assert own.timeout == own.info().timeout == 50
+        part = own.split(0)
+        own.timeout = 0.25 if group.rank == 0 else np.float32(40)
+        assert own.timeout == (40 if group.rank else 0.25) and part.timeout == 50
+        assert own.split(0).timeout == own.timeout
+        with pytest.raises(ValueError, match="^timeout: -1"):
+            own.timeout = -1
+        with pytest.raises(TypeError, match="^timeout: '5'"):
+            own.timeout = "5"
+        if group.rank == 0:
+            error = ended(lambda: own.all_reduce(np.ones(3)), 0.25, "250 ms", "rank 1")
+            assert error.ranks == (1,)
+        group.barrier()  # rank 1 has waited here
+        ended(own.barrier, 0, "250 ms")
+        with pytest.raises(libfsdp.Timeout):
+            own.timeout = 5
+        part.barrier()
+        part.timeout = None
+        assert part.timeout == 600
+
+
+def test_a_groups_timeout_can_change(ranks):
+    ranks(2, changes_the_timeout)
+
+
+def calls_with_their_own(group):
+    def silent(call, after, *says):
+        """The call of rank 0 in a group of its own, which rank 1 joins too late."""
+        with Group(group.store, timeout=50) as own:
+            if group.rank == 0:
+                ended(lambda: call(own), after, *says)
+            group.barrier()
+            ended(own.barrier, 0, *says)
+
+    def at_once(own):
+        with call_timeout(0.3):
+            own.barrier()
+
+    def with_a_work(own):
+        with call_timeout(0.3):
+            work = own.all_reduce(np.ones(3), async_op=True)
+        work.wait()
+
+    def behind(own):
+        work = own.barrier(async_op=True)
+        with call_timeout(0.3):
+            own.all_reduce(np.ones(3))
+        work.wait()
+
+    def inner(own):
+        with call_timeout(40):
+            with call_timeout(0.3):
+                own.recv(np.ones(3), src=1)
+
+    def outer(own):
+        with call_timeout(0.3):
+            with call_timeout(40):
+                pass
+            own.barrier()
+
+    silent(at_once, 0.3, "300 ms", "barrier", "rank 1")
+    silent(with_a_work, 0.3, "300 ms", "all_reduce", "rank 1")
+    silent(behind, 0.3, "300 ms", "all_reduce", "earlier barrier")
+    silent(inner, 0.3, "300 ms", "recv", "rank 1")
+    silent(outer, 0.3, "300 ms", "barrier", "rank 1")
+    # outside a block the group's counts again, also after an exception; and another thread's always did
+    if group.rank == 0:
+        with contextlib.suppress(ZeroDivisionError), call_timeout(0.1):
+            1 / 0
+        with call_timeout(0.1):
+            thread = threading.Thread(target=group.barrier)
+            thread.start()
+            thread.join()
+    else:
+        time.sleep(0.5)
+        group.barrier()
+    if group.rank == 1:
+        time.sleep(0.5)
+    group.barrier()
+    with pytest.raises(ValueError, match="^timeout: 0"):
+        call_timeout(0)
+
+
+def test_calls_with_a_timeout_of_their_own(ranks):
+    ranks(2, calls_with_their_own)
 
 
 def peer_dies(group):

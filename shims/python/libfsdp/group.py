@@ -13,6 +13,7 @@ import ctypes
 import enum
 import logging
 import sys
+import threading
 import time
 import weakref
 from ctypes import byref, c_int64, c_void_p
@@ -81,6 +82,7 @@ class GroupInfo:
     operations: int  # collectives begun so far
     bytes_moved: int  # read from peers and written to shared memory by this rank, so far
     segment_bytes: int  # shared memory of the whole group
+    timeout: float  # seconds, of operations that begin now
 
 
 def _group_options(name, transport, timeout, staging_bytes, direct_read, spin_us):
@@ -261,7 +263,7 @@ class Group(_Operations):
     store          None: a group of one rank
     name           for messages
     transport      "self" (one rank), "shm" (one host); None: by size and host
-    timeout        seconds, of each operation and of making the group; None: 600
+    timeout        seconds, of each operation and of making the group; None: 600. Also an attribute, to read and to set
     staging_bytes  shared memory for staging, for each rank; None: 512 KiB. Rank 0's counts.
     direct_read    read peers' memory directly: None where the kernel allows it and it is the faster way, True always,
                    False never. Rank 0's counts.
@@ -354,6 +356,18 @@ class Group(_Operations):
         """
         return Coalesced(self, async_op)
 
+    @property
+    def timeout(self):
+        """Seconds that an operation may take. Set it (None: 600) for operations that this rank starts from then on, from
+        any thread; those under way keep theirs, and so do groups split off before. Local: where ranks differ, the
+        shortest that passes ends the group on all of them, with a Timeout that names who did not come. For a few calls
+        only: `call_timeout`."""
+        return self.info().timeout
+
+    @timeout.setter
+    def timeout(self, seconds):
+        check(lib.fsdp_group_set_timeout(self._handle, milliseconds(seconds, "timeout")))
+
     def split(self, color, key=0, **options):
         """Cut the group into disjoint ones. Collective. Ranks that give the same `color` >= 0 form one group, ordered by
         `key`, then by rank; color None: this rank takes part in none, and the call gives None.
@@ -397,6 +411,7 @@ class Group(_Operations):
             operations=info.operations,
             bytes_moved=info.bytes_moved,
             segment_bytes=info.segment_bytes,
+            timeout=info.timeout_ms / 1000,
         )
 
     def close(self):
@@ -425,6 +440,35 @@ class Group(_Operations):
         if self._owned is None:
             return f"<libfsdp.Group {self.name!r} closed>"
         return f"<libfsdp.Group {self.name!r} rank {self.rank} of {self.size}>"
+
+
+class call_timeout:
+    """A timeout of their own for the operations that this thread starts in a block, on whatever group:
+
+        with call_timeout(5):
+            group.barrier()
+
+    seconds: a number, shorter or longer than the groups' timeouts; None: the groups'. Blocks nest: the inner one counts.
+    What other threads start meanwhile is not touched. It counts as the group's does; but a call with async_op=False on
+    a group that is not `interruptible` counts it from the call, also while it waits for this rank's earlier operations,
+    and ends the group with Timeout when it passes there."""
+
+    __slots__ = ("_ms", "_outer")
+    _thread = threading.local()  # .ms: what the library has for this thread
+
+    def __init__(self, seconds):
+        self._ms = milliseconds(seconds, "timeout")
+
+    def __enter__(self):
+        self._outer = getattr(self._thread, "ms", 0)
+        self._set(self._ms)
+
+    def __exit__(self, kind, error, traceback):
+        self._set(self._outer)
+
+    def _set(self, ms):
+        check(lib.fsdp_set_thread_timeout(ms))
+        self._thread.ms = ms
 
 
 class Coalesced(_Operations):
