@@ -307,13 +307,14 @@ class Unit:
         """Before its backward: full again, with the values that forward used."""
         call(lib.fsdp_unit_pre_backward, self._handle)
 
-    def post_backward(self, grads, *, async_op=False):
+    def post_backward(self, grads, *, async_op=False, lend=borrow):
         """After its backward: reduce the gradients to the shards' `grad`, and reshard.
 
         grads: {parameter's name: array}, or an iterable with one entry for each parameter; this rank's gradient of the
         full parameter, in its shape and dtype. What is missing or None (frozen, or unused on this rank) counts as
         zeros. Summed over the ranks, divided, and added to what `grad` holds. With gradient sync off, only accumulated
-        here. async_op=True returns a Work; `Model.finish_backward` waits for it.
+        here. async_op=True returns a Work; `Model.finish_backward` waits for it. lend: how a gradient becomes a DLTensor,
+        for adapters that know a shorter way.
         """
         if isinstance(grads, Mapping):
             for unknown in set(grads) - self._by_name.keys():
@@ -329,7 +330,7 @@ class Unit:
         if len(grads) != len(self.params):
             raise InvalidArgument(f"grads: {len(grads)} entries for {len(self.params)} parameters")
         keep = Pointers(
-            None if grad is None else borrow(grad, f"grads[{param.name!r}]") for grad, param in zip(grads, self.params)
+            None if grad is None else lend(grad, f"grads[{param.name!r}]") for grad, param in zip(grads, self.params)
         )
         return self._do(lib.fsdp_unit_post_backward, (keep, len(keep)), async_op)
 

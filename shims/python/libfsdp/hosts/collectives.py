@@ -6,8 +6,7 @@ library one tensor, the list goes as it is when it lies in one piece, else throu
 
 In all methods: `wait` True runs the operation to its end on the calling thread, with no hand-off and no handle, and
 gives the host's `done`; False gives a work. `code` is a reduction of the library (`abi.FSDP_SUM`...), `timeout` the
-seconds that this operation may take where that is less than the group's, else None, `input` what to read where that is
-not the tensor itself.
+milliseconds that this operation may take, None for the group's, `input` what to read where that is not the tensor.
 
 Threads: any; operations take effect in the order of the calls, which is the same on all ranks.
 """
@@ -15,7 +14,7 @@ Threads: any; operations take effect in the order of the calls, which is the sam
 import time
 
 from .. import abi
-from ..errors import FsdpError, InvalidArgument, Pending, Timeout, last
+from ..errors import FsdpError, InvalidArgument, Pending, Timeout, check, last
 from ..group import Coalesced
 from ..work import pending, start
 
@@ -25,9 +24,14 @@ _PATIENCE = 3  # seconds that leaving a group waits for operations that other ra
 
 
 class Collectives:
-    """A group's operations. group: a libfsdp.Group. memory: the host's hosts.tensors.Memory. make_work(work, tensors,
-    after, timeout): the host's handle for a libfsdp.Work; its wait() keeps to the timeout. done: what it gives for an operation that is over. raised(error): the
-    host's exception for the library's."""
+    """A group's operations.
+
+    group      a libfsdp.Group
+    memory     the host's hosts.tensors.Memory
+    make_work  make_work(work, tensors, after): the host's handle for a libfsdp.Work
+    done       what the host gives for an operation that is over
+    raised     raised(error): the host's exception for the library's
+    """
 
     def __init__(self, group, memory, make_work, done, raised=lambda error: error):
         self.group = group
@@ -47,7 +51,16 @@ class Collectives:
         if self._batch is not None:
             self._batch.add(kind, function, args, after, fields)
             return self._done
-        if wait and not group.interruptible and timeout is None:
+        if timeout is None:
+            return self._run(group, wait, function, args, tensors, after)
+        check(lib.fsdp_set_thread_timeout(timeout))
+        try:
+            return self._run(group, wait, function, args, tensors, after)
+        finally:
+            lib.fsdp_set_thread_timeout(0)
+
+    def _run(self, group, wait, function, args, tensors, after):
+        if wait and not group.interruptible:
             status = function(group._handle, *args, None)
             if status:
                 raise self._raised(last(status))
@@ -58,7 +71,7 @@ class Collectives:
             started = start(function, group._handle, args, None, group)
         except FsdpError as error:
             raise self._raised(error) from None
-        work = self._make_work(started, tensors, after, timeout)
+        work = self._make_work(started, tensors, after)
         if wait:
             work.wait()
         return work
@@ -253,7 +266,8 @@ class Collectives:
         sent = self._splits(input, input_splits, "input")
         received = self._splits(output, output_splits, "output")
         whole = self._memory.flat_input(input, "input")
-        return self._exchange(whole, sent, self._memory.flat_output(output, "output"), received, [output], wait, timeout)
+        target = self._memory.flat_output(output, "output")
+        return self._exchange(whole, sent, target, received, [output], wait, timeout)
 
     def all_to_all(self, outputs, inputs, wait, timeout=None):
         """inputs[r] goes to rank r, whose outputs[rank] it becomes."""
@@ -314,9 +328,16 @@ class Collectives:
     def barrier(self, wait, timeout=None):
         return self.do(wait, abi.FSDP_OP_BARRIER, lib.fsdp_barrier, (), [], timeout=timeout)
 
+    def set_timeout(self, timeout):
+        """Let operations from here on take at most `timeout` milliseconds. Not collective."""
+        try:
+            check(lib.fsdp_group_set_timeout(self.group._handle, timeout))
+        except FsdpError as error:
+            raise self._raised(error) from None
+
     def monitored_barrier(self, timeout=None, wait_all_ranks=False):
         """A barrier in which rank 0 finds out who does not come, and tells all: it raises with the first of those
-        ranks, or with `wait_all_ranks` all of them. The group has then ended."""
+        ranks, or with `wait_all_ranks` all of them. The group has then ended. timeout: seconds."""
         try:
             missing = self._monitor(timeout, wait_all_ranks)
         except FsdpError as error:

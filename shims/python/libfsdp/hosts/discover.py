@@ -1,0 +1,53 @@
+"""Which modules and parameters a call of fully_shard is about: those of the given modules and below, but for what an
+earlier call has taken, and what is to be ignored.
+
+Works on what modules of both frameworks have: children(), named_parameters(recurse=False), buffers(recurse=False),
+_parameters.
+"""
+
+
+def outermost(modules):
+    """Those of the modules that are not inside another of them, in order."""
+    inside = {id(below) for module in modules for below in module.modules() if below is not module}
+    return [module for module in modules if id(module) not in inside]
+
+
+def managed_modules(roots, taken, ignored=()):
+    """The modules whose parameters belong to the call, children first. taken(module): an earlier call has it."""
+    found, visited = [], set()
+
+    def visit(module):
+        if id(module) in visited or (taken(module) and not any(module is root for root in roots)):
+            return
+        visited.add(id(module))
+        for child in module.children():
+            visit(child)
+        found.append(module)
+
+    for root in roots:
+        visit(root)
+    if ignored:
+        ignored = {id(parameter) for parameter in ignored}
+        found = [module for module in found if not _ignored(module, ignored)]
+    return found
+
+
+def _ignored(module, ignored):
+    """Whether a module and all below it consist of ignored parameters only."""
+    if any(True for _ in module.buffers(recurse=False)):
+        return False
+    if any(id(parameter) not in ignored for _, parameter in module.named_parameters(recurse=False)):
+        return False
+    return all(_ignored(child, ignored) for child in module.children())
+
+
+def places_of(modules, ignored=()):
+    """{id of a parameter: (parameter, [(module, attribute), ...])}, in order; shared ones with all their places."""
+    ignored = {id(parameter) for parameter in ignored}
+    places = {}
+    for module in modules:
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in ignored:
+                continue
+            places.setdefault(id(parameter), (parameter, []))[1].append((module, attribute))
+    return places

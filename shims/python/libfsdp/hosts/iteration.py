@@ -1,0 +1,242 @@
+"""What the units under one root module share: the library's models, and where forward and backward begin and end.
+
+Which module is the root shows when one of them runs forward first. Then, on all ranks alike, the library's units are
+made: one model for all units over the same ranks, so that they take memory slots in turn.
+"""
+
+from ..errors import InvalidArgument
+from ..unit import Unit
+
+ATTRIBUTE = "_libfsdp_state"  # of a module that fully_shard was called on
+
+
+def state_of(module):
+    """The State of a module that was given to fully_shard; None."""
+    return module.__dict__.get(ATTRIBUTE)
+
+
+class Iteration:
+    """root: the State whose module runs forward first. Collective: it makes the library's units.
+
+    states      all States under the root, in the order of the modules
+    models      {key of the ranks: libfsdp.Model}
+    """
+
+    def __init__(self, root):
+        self.root, self.host = root, root.host
+        self.states, self.models = [], {}
+        self.forward_root = None  # the State in whose forward we are, the outermost
+        self.depth = 0  # how often that one has been entered
+        self.broken = False  # a forward or backward ended with an exception
+        self.in_backward = False
+        self.is_last_backward = root.is_last_backward
+        self._generation = 0  # of units that were made anew, as their parameters' dtype changed
+        self._settings = {}  # of each model: what it has been told
+        self._find()
+        for state in self.states:
+            if state.params:
+                self._make(state)
+        for state in self.states:
+            state.iteration = self
+
+    def _find(self):
+        if len(self.root.modules) > 1:
+            raise RuntimeError(
+                f"the outermost fully_shard must be of one module, and not of {len(self.root.modules)}: call fully_shard on the "
+                "module around them as well"
+            )
+        top = self.root.modules[0]
+        named = {}
+        for path, module in top.named_modules():
+            state = state_of(module)
+            if state is not None and state not in self.states:
+                if state.iteration is not None:
+                    raise RuntimeError(
+                        f"FSDP state has already been lazily initialized for {path}: its forward ran by itself before; run "
+                        f"forward of {self.root.name}, the outermost module, first"
+                    )
+                state.name = path or type(module).__name__
+                self.states.append(state)
+            named.setdefault(id(module), path)
+        for state in self.states:
+            for param in state.params:
+                module, attribute = param.places[0]
+                path = named.get(id(module), "")
+                param.name = f"{path}.{attribute}" if path else attribute
+        self.root.is_root = True
+        self._check()
+
+    def _check(self):
+        unfilled = [param.name for state in self.states for param in state.params if self.host.is_meta(param.parameter)]
+        if unfilled:
+            raise RuntimeError(
+                "FSDP parameters should be materialized from meta device before training, but these are on meta device "
+                f"still: {', '.join(unfilled)}. Call module.to_empty(device='cpu') and initialize them"
+            )
+
+    # ---- The library's units ----
+
+    def model(self, ranks):
+        model = self.models.get(ranks.key)
+        if model is None:
+            model = self.models[ranks.key] = ranks.model(self.root.name)
+            self._settings[ranks.key] = [True, True, None]
+        return model
+
+    def _make(self, state):
+        for param in state.params:
+            if param.replaced():
+                param.take(param.shown())
+            param.frozen = not param.parameter.requires_grad
+            param.dtype = self.host.local(param.parameter).dtype
+        suffix = f" ({self._generation})" if self._generation else ""
+        names = [param.name + suffix for param in state.params]
+        unit = Unit(
+            self.model(state.ranks),
+            state.name,
+            {name: param.meta() for name, param in zip(names, state.params)},
+            frozen=[name for name, param in zip(names, state.params) if param.frozen],
+            dim={name: param.placement.dim for name, param in zip(names, state.params)},
+            precision=state.precision,
+            reshard_after_forward=state.reshard if state.reshard is not None else state is not self.root,
+        )
+        for param, library in zip(state.params, unit):
+            param.bind(library)
+        state.unit = unit
+
+    def _make_again(self, state):
+        """The dtype of parameters has changed: `module.half()`, say."""
+        self._generation += 1
+        for param in state.params:
+            param.unbind()
+        state.unit.close()
+        state.unit = None
+        self._make(state)
+        for each in self.states:
+            each.prefetch_told = {}
+
+    # ---- Forward ----
+
+    def begin_forward(self, state):
+        if self.forward_root is None:
+            if self.broken or (self.in_backward and state is self.root):
+                self.reset()
+            self.forward_root, self.depth = state, 1
+            if not self.in_backward:
+                self._settle()
+        elif self.forward_root is state:
+            self.depth += 1
+
+    def end_forward(self, state):
+        if self.forward_root is state:
+            self.depth -= 1
+            if not self.depth:
+                self.forward_root = None
+
+    def forward_failed(self):
+        """An exception leaves a forward."""
+        if not self.in_backward:  # where it may be a part that is computed again, and need not go to its end
+            self.broken = True
+        self.forward_root, self.depth = None, 0
+
+    def _settle(self):
+        """Between iterations programs write shards, put other values or tensors in their place, freeze and thaw."""
+        for state in self.states:
+            unit = state.unit
+            if unit is None or state.by_hand:
+                continue
+            if state.is_full:  # kept so after a forward without backward: the shards may have changed
+                unit.reshard()
+                state.hide()
+            remake = False
+            for param in state.params:
+                if param.replaced():
+                    param.take(param.shown())
+                if not param.settle():
+                    remake = True
+                elif param.frozen == param.parameter.requires_grad:
+                    self._freeze(state, param)
+            if remake:
+                self._make_again(state)
+        for state in self.states:
+            self._tell_prefetch(state)
+
+    def _freeze(self, state, param):
+        param.frozen = not param.parameter.requires_grad
+        state.unit.set_frozen(param.library.name, param.frozen)
+        param._gradient = param._grad = None
+
+    def _tell_prefetch(self, state):
+        for phase, ahead in state.prefetch.items():
+            if ahead is None or state.unit is None:
+                continue
+            units = [other.unit for other in ahead if other.unit is not None]
+            if state.prefetch_told.get(phase) != units:
+                state.unit.set_prefetch(phase, units)
+                state.prefetch_told[phase] = units
+
+    # ---- Backward ----
+
+    def begin_backward(self, state):
+        """The first gradient of this pass is here."""
+        if self.in_backward:
+            return
+        self.in_backward = True
+        self.host.at_end_of_backward(self._finish)
+        for each in self.states:
+            if each.unit is None:
+                continue
+            for param in each.params:
+                if not param.frozen and not param.begin_gradient():
+                    with self.host.no_grad():
+                        param._gradient.zero_()
+
+    def apply_settings(self, state):
+        """What the library is to do with this unit's gradients."""
+        told, model = self._settings[state.ranks.key], self.models[state.ranks.key]
+        wanted = [state.reduce_grads, state.all_reduce_grads, state.divisor]
+        if told[0] != wanted[0]:
+            model.set_gradient_sync(wanted[0])
+        if told[1] != wanted[1]:
+            model.set_all_reduce(wanted[1])
+        if told[2] != wanted[2]:
+            model.set_gradient_divisor(wanted[2])
+        self._settings[state.ranks.key] = wanted
+
+    def _finish(self):
+        """The autograd engine's callback."""
+        try:
+            for state in self.states:
+                state.finish_backward()
+            if self.is_last_backward:
+                for model in self.models.values():
+                    model.finish_backward()
+                for state in self.states:
+                    if state.unit is not None:
+                        state.hide()
+            for state in self.states:
+                state.end_backward()
+        except BaseException:
+            self.broken = True
+            raise
+        finally:
+            self.in_backward = False
+            self.forward_root, self.depth = None, 0
+
+    # ---- After an exception ----
+
+    def reset(self):
+        """As between iterations again, on all ranks alike: units sharded, gradients dropped."""
+        for model in self.models.values():
+            model.reset()
+        for state in self.states:
+            state.forget()
+            for param in state.params:
+                if not param.frozen:
+                    param.parameter.grad = None
+        self.forward_root, self.depth = None, 0
+        self.broken = self.in_backward = False
+
+    def check_root(self, state):
+        if state is not self.root:
+            raise InvalidArgument(f"call it on {self.root.name}, the outermost module, not on {state.name}")

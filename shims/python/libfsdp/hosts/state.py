@@ -1,0 +1,277 @@
+"""The state of one unit: what fully_shard leaves in its modules, and the hooks around their forward and backward."""
+
+import sys
+import weakref
+
+from . import tree
+from .iteration import Iteration
+
+
+def gather_function(Function):
+    """The autograd function through which full parameters come: from nothing but the unit, whose reduction is its
+    backward. `anchor` is a tensor that requires a gradient, so that the results do; it gets none."""
+
+    class FullParameters(Function):
+        @staticmethod
+        def forward(ctx, anchor, unit):
+            ctx.unit = unit
+            ctx.set_materialize_grads(False)
+            tensors = unit().twins()
+            frozen = [tensor for tensor, param in zip(tensors, unit().params) if param.frozen]
+            ctx.mark_non_differentiable(*frozen)
+            return tuple(tensors)
+
+        @staticmethod
+        def backward(ctx, *grads):
+            ctx.unit().gradients(grads)
+            return None, None
+
+    return FullParameters
+
+
+class State:
+    """One call of fully_shard.
+
+    modules     those that were given; the first one's name is the unit's in messages
+    params      ShardedParameters; none: the hooks only cast, and mark where the iteration begins
+    ranks       over which ranks (see Iteration)
+    reshard     reshard_after_forward: True, False, a number of ranks; None: True, but False for the root
+    precision   what the library is to know: param, reduce and so on as a libfsdp.Precision, or None
+    """
+
+    def __init__(self, host, modules, params, ranks, reshard=None, precision=None, cast_inputs=None, cast_outputs=None):
+        self.host, self.modules, self.params, self.ranks = host, tuple(modules), params, ranks
+        self.reshard, self.precision = reshard, precision
+        self.cast_inputs, self.cast_outputs = cast_inputs, cast_outputs  # dtypes, or None
+        self.name = type(self.modules[0]).__name__
+        self.iteration = None  # an Iteration from the first forward on
+        self.is_root = False
+        self.unit = None  # the libfsdp.Unit
+        # Settings that programs change.
+        self.reduce_grads = self.all_reduce_grads = True
+        self.reshard_after_backward = self.unshard_in_backward = True
+        self.divisor = None
+        self.is_last_backward = True
+        self.post_optim_event = None
+        self.force_sum = False
+        self.prefetch = {"forward": None, "backward": None}  # lists of States
+        self.prefetch_told = {}  # of these, what the library knows: lists of units
+        # Where it is.
+        self.in_backward = False  # from the first gradient of an output to the reduction
+        self.by_hand = False  # unshard() was called, and nothing has resharded since
+        self.ran_forward = self.reduced = False  # since the last backward ended; in this one
+        self._full = None  # the tensors that modules show while the unit is full
+        self._pass = None  # the backward pass of in_backward
+        self._waiting = []  # gradients from passes inside that one
+        self._running = set()  # of several modules, those that forward has yet to reach
+        self._self = weakref.ref(self)
+        self._anchor = None
+        self._raising = None  # the exception that was being handled when forward began
+
+    # ---- Full and sharded ----
+
+    def twins(self):
+        return [self.host.twin(param.full) for param in self.params]
+
+    def show(self):
+        """The modules show full parameters, which are part of the graph that is being recorded."""
+        if self.host.grad_enabled() and any(not param.frozen for param in self.params):
+            if self._anchor is None:
+                self._anchor = self.host.anchor()
+            self._full = self.host.gather(self._anchor, self._self)
+        else:
+            self._full = self.twins()
+        self._show()
+
+    def _show(self):
+        for param, tensor in zip(self.params, self._full):
+            param.show(tensor)
+
+    def hide(self):
+        self.by_hand = False
+        for param in self.params:
+            param.hide()
+
+    @property
+    def is_full(self):
+        return self.unit is not None and self.unit.state == "unsharded"
+
+    def unshard(self, async_op=False):
+        """By hand. A handle with wait(), for async_op; else None."""
+        self.begin()
+        if self.unit is None:
+            return None
+        work = self.unit.unshard(async_op=async_op)
+        self.by_hand = True
+        if async_op:
+            return work
+        self.show()
+        return None
+
+    def unsharded(self):
+        """After an asynchronous unshard() has been waited for."""
+        if self.unit is not None and self.by_hand:
+            self.show()
+
+    def reshard_now(self):
+        if self.unit is None:
+            return
+        if self.by_hand and self.host.writes_back and self.is_full:
+            self.unit.write_back()
+        self.unit.reshard()
+        self.hide()
+
+    def set_is_last_backward(self, last):
+        self.is_last_backward = last
+        if self.iteration is not None:
+            self.iteration.is_last_backward = last
+
+    # ---- Forward ----
+
+    def begin(self):
+        """Before anything that needs the library's unit."""
+        if self.iteration is None:
+            Iteration(self)
+
+    def pre_forward(self, module, args, kwargs):
+        """The forward pre-hook: (args, kwargs) to go on with."""
+        self._raising = sys.exc_info()[1]
+        if self.in_backward:  # forward once more, for backward: what it needs is here
+            if self.unit is not None:
+                self.unit.pre_backward()
+                self._show()
+            return self._cast(args), self._cast(kwargs)
+        if len(self.modules) > 1:
+            if self._running:
+                self._running.discard(id(module))
+                return args, kwargs
+            self._running = {id(other) for other in self.modules if other is not module}
+        self.begin()
+        self.iteration.begin_forward(self)
+        args, kwargs = self._cast(args), self._cast(kwargs)
+        if self.unit is not None:
+            self.unit.pre_forward()
+            self.show()
+        return args, kwargs
+
+    def after_forward(self, module, output):
+        """The forward hook, which is called after an exception too."""
+        if sys.exc_info()[1] is not self._raising:
+            if self.iteration is not None:
+                self.iteration.forward_failed()
+            return None
+        return self.post_forward(module, output)
+
+    def post_forward(self, module, output):
+        if self.in_backward or self.iteration is None:
+            return self._cast_output(output)
+        if self._running:
+            return self._hooked(output)
+        self.ran_forward = self.host.grad_enabled()
+        if self.unit is not None:
+            self.unit.post_forward()
+            if self.reshards_after_forward():
+                self.hide()
+        output = self._hooked(output)
+        self.iteration.end_forward(self)
+        return self._cast_output(output)
+
+    def reshards_after_forward(self):
+        return not self.is_root if self.reshard is None else bool(self.reshard)
+
+    def _cast(self, value):
+        if self.cast_inputs is None:
+            return value
+        return tree.mapped(value, self.host.Tensor, lambda tensor: self.host.cast(tensor, self.cast_inputs))
+
+    def _cast_output(self, value):
+        if self.cast_outputs is None:
+            return value
+        return tree.mapped(value, self.host.Tensor, lambda tensor: self.host.cast(tensor, self.cast_outputs))
+
+    def _hooked(self, output):
+        if self.host.grad_enabled():
+            for tensor in tree.tensors_in(output, self.host.Tensor):
+                if tensor.requires_grad:
+                    self.host.on_gradient(tensor, self._pre_backward())
+        return output
+
+    def _pre_backward(self):
+        reference = self._self  # a tensor's hook must not keep the module alive
+
+        def hook(grad):
+            state = reference()
+            if state is not None:
+                state.pre_backward()
+
+        return hook
+
+    # ---- Backward ----
+
+    def pre_backward(self):
+        """A gradient of an output is here."""
+        self.iteration.begin_backward(self)
+        if self.in_backward:
+            return
+        self.in_backward, self._pass = True, self.host.backward_id()
+        if self.unit is not None and self.unshard_in_backward:
+            self.unit.pre_backward()
+            self._show()
+
+    def gradients(self, grads):
+        """The gradients of all full parameters are here, None for those that were not used: from the autograd
+        function's backward."""
+        self.iteration.begin_backward(self)
+        if not self.in_backward and self.unshard_in_backward and not self.is_full:
+            raise RuntimeError(
+                f"gradients have reached the parameters of {self.name} but none of its outputs, so they were computed "
+                "without its full parameters: fully_shard found no tensor in what its forward returned. Return tensors, or "
+                "tuples, lists, dicts or dataclasses of them"
+            )
+        if self.in_backward and self._pass != self.host.backward_id():  # inside a part that is computed again
+            self._waiting.append(grads)
+            return
+        self.reduce(grads)
+
+    def reduce(self, grads):
+        """Reduce gradients of full parameters, and those that wait, and shard the parameters again."""
+        first, self._waiting = self._waiting, []
+        for earlier in first:
+            grads = [_sum(earlier_one, grad) for earlier_one, grad in zip(earlier, grads)]
+        self.in_backward = False
+        self.iteration.apply_settings(self)
+        with self.host.named(f"libfsdp::post_backward {self.name}"):
+            self.unit.post_backward(grads, lend=self.host.lend)
+        self.reduced = True
+        if self.reshard_after_backward:
+            self.hide()
+
+    def finish_backward(self):
+        """The pass is over. What was not used still takes part in the reductions, as other ranks may have used it."""
+        if self.unit is not None:
+            trainable = any(not param.frozen for param in self.params)
+            if self._waiting or (self.ran_forward and not self.reduced and trainable):
+                self.reduce([None] * len(self.params))
+        self.in_backward = False
+        self._running = set()
+
+    def end_backward(self):
+        """After the library has finished: sharded gradients become `.grad`."""
+        if self.reduced and self.reduce_grads:
+            for param in self.params:
+                if not param.frozen:
+                    param.end_gradient()
+        self.reduced = self.ran_forward = False
+
+    def forget(self):
+        """After an exception."""
+        self.in_backward = self.by_hand = self.ran_forward = self.reduced = False
+        self._waiting, self._running, self._pass = [], set(), None
+        for param in self.params:
+            param.hide()
+
+
+def _sum(a, b):
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b

@@ -1,0 +1,101 @@
+"""fully_shard for torch: the names, arguments and results of torch.distributed.fsdp.fully_shard, on the library.
+
+    from libfsdp.torch import fully_shard
+
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+
+What is here is torch's side only: its meshes, DTensors, policies and state dict hooks. The rest is libfsdp.hosts.
+"""
+
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule as _TorchModule
+from torch.distributed.tensor import Shard
+
+from ..hosts.api import ShardedModule, UnshardHandle, share_comm_ctx
+from ..hosts.api import register_forward_method as register_fsdp_forward_method
+from ..hosts.fully_shard import check_reshard, shard
+from ..hosts.iteration import state_of
+from ..options import Precision
+from .host import HOST
+from .ranks import Ranks, check_mesh, default_mesh
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
+
+
+class FSDPModule(ShardedModule, _TorchModule):
+    """What a module's class also is after fully_shard. See libfsdp.hosts.api for the methods."""
+
+
+def fully_shard(
+    module,
+    *,
+    mesh=None,
+    reshard_after_forward=None,
+    shard_placement_fn=None,
+    mp_policy=MixedPrecisionPolicy(),
+    offload_policy=OffloadPolicy(),
+    ignored_params=None,
+):
+    """Shard the parameters of a module, or of several that run together, over the ranks of a mesh, in place.
+
+    module                 an nn.Module or a list of them. Its parameters, but for those of modules below that are sharded
+                           already, are one unit: gathered and reduced together. Call it bottom-up: layers, then the model
+    mesh                   a DeviceMesh of "cpu": of one dimension, to shard over; of two with names, to replicate over
+                           the first and shard over the second. None: all ranks
+    reshard_after_forward  True: parameters are sharded between forward and backward; False: full; n: over groups of n
+                           ranks; None: True, but False for the outermost module
+    shard_placement_fn     parameter -> Shard(dim) or None: which dimension to cut; 0 by default. Need not divide evenly
+    mp_policy              MixedPrecisionPolicy: dtypes of computation, reduction and outputs
+    offload_policy         parameters are in host memory already: CPUOffloadPolicy changes nothing
+    ignored_params         parameters that stay as they are, whole on every rank
+
+    Parameters become DTensors of the mesh and keep their names; build the optimizer afterwards. Returns the module (the
+    list), whose class is then a subclass of FSDPModule and of what it was.
+
+    Raises ValueError for containers without forward, 0-dim parameters, meshes of other devices, and parameters that
+    another call has sharded.
+    """
+    mesh = default_mesh() if mesh is None else mesh
+    check_mesh(mesh)
+    ranks = Ranks(mesh)
+    return shard(
+        HOST,
+        FSDPModule,
+        module,
+        ranks,
+        reshard=check_reshard(reshard_after_forward, ranks),
+        dim_of=lambda parameter: _dim(parameter, shard_placement_fn),
+        precision=_precision(mp_policy),
+        cast_inputs=mp_policy.param_dtype if mp_policy.cast_forward_inputs else None,
+        cast_outputs=mp_policy.output_dtype,
+        ignored=ignored_params,
+    )
+
+
+fully_shard.state = state_of
+
+
+def _dim(parameter, placement_fn):
+    placement = placement_fn(parameter) if placement_fn else None
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise AssertionError(f"Expected Shard, got {type(placement)}: {placement}")
+    return placement.dim
+
+
+def _precision(policy):
+    if policy.param_dtype is None and policy.reduce_dtype is None:
+        return None
+    return Precision(param=policy.param_dtype, reduce=policy.reduce_dtype)

@@ -1,0 +1,162 @@
+"""torch, as the adapter core (libfsdp.hosts) wants a framework to be described.
+
+Parameters are DTensors over the mesh that fully_shard was given, as those of torch's own fully_shard: optimizers, gradient
+clipping, state dicts and distributed checkpoints know how they lie. The local tensor in each is the library's shard.
+"""
+
+import contextlib
+import sys
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge  # noqa: F401  (here from 2.4 on: what an older torch fails with is clear)
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from ..borrow import _describe
+from ..hosts.host import Host
+from ..hosts.state import gather_function
+from .tensors import lend
+
+_HELD = 2  # references to an object that nothing but its holder and a call's argument has
+
+
+class Placement:
+    """How a parameter lies: the dimension that is cut, and what a DTensor of it is.
+
+    inner: for a parameter that was a DTensor before (tensor parallelism), its spec; shards are then parts of its local
+    tensor.
+    """
+
+    def __init__(self, dim, spec, inner=None):
+        self.dim, self.spec, self.inner = dim, spec, inner
+
+
+class TorchHost(Host):
+    name = "torch"
+    Tensor, Parameter, Module = torch.Tensor, torch.nn.Parameter, torch.nn.Module
+    Containers = (torch.nn.ModuleList, torch.nn.ModuleDict)
+    no_grad = staticmethod(torch.no_grad)
+    grad_enabled = staticmethod(torch.is_grad_enabled)
+
+    def __init__(self):
+        self._gather = gather_function(torch.autograd.Function)
+
+    # ---- Memory ----
+
+    def lend(self, tensor, name):
+        if type(tensor) is DTensor:
+            tensor = tensor._local_tensor
+        head = lend(tensor, name).dtype
+        return _describe(tensor, tensor.data_ptr(), head.code, head.bits, tensor.shape, tensor.stride())
+
+    def adopt(self, tensor):
+        return torch.from_dlpack(tensor)
+
+    def twin(self, tensor):
+        return torch.empty(0, dtype=tensor.dtype).set_(tensor)
+
+    def address(self, tensor):
+        return tensor.data_ptr()
+
+    def is_meta(self, parameter):
+        return self.local(parameter).is_meta
+
+    def cast(self, tensor, dtype):
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+    # ---- Autograd ----
+
+    def anchor(self):
+        return torch.empty(0, requires_grad=True)
+
+    def gather(self, anchor, unit):
+        return self._gather.apply(anchor, unit)
+
+    def on_gradient(self, tensor, function):
+        tensor.register_hook(function)
+
+    def at_end_of_backward(self, function):
+        Variable._execution_engine.queue_callback(function)
+
+    def backward_id(self):
+        return torch._C._current_graph_task_id()
+
+    def outside_graph(self, function):
+        return torch._dynamo.disable(function)
+
+    # ---- Modules ----
+
+    def class_name(self, original):
+        return f"FSDP{original.__name__}"
+
+    def hook(self, module, state):
+        def after(module, args, output):
+            return state.after_forward(module, output)
+
+        module.register_forward_pre_hook(self.outside_graph(state.pre_forward), prepend=True, with_kwargs=True)
+        module.register_forward_hook(self.outside_graph(after), always_call=True)
+        module.register_state_dict_pre_hook(lambda module, prefix, keep_vars: state.reshard_now())
+        module.register_load_state_dict_pre_hook(lambda *arguments: state.reshard_now())
+
+    # ---- Parameters ----
+
+    def check_parameter(self, parameter, name):
+        if not (parameter.is_cpu or parameter.is_meta):
+            raise ValueError(
+                f"parameter {name!r} is on {parameter.device}; libfsdp shards host memory: move the module to cpu first"
+            )
+
+    def placement(self, parameter, dim, ranks):
+        placements = (Replicate(), Shard(dim)) if ranks.mesh.ndim == 2 else (Shard(dim),)
+        meta = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype)
+        return Placement(dim, DTensorSpec(ranks.mesh, placements, tensor_meta=meta))
+
+    def shard_of(self, parameter, placement, ranks):
+        """A DTensor parameter on a copy of this rank's part."""
+        whole = parameter.detach()
+        if whole.is_meta:
+            start, length = _extent(whole.shape[placement.dim], ranks)
+            shape = [*whole.shape]
+            shape[placement.dim] = length
+            part = torch.empty(shape, dtype=whole.dtype, device="meta")
+        else:
+            start, length = _extent(whole.shape[placement.dim], ranks)
+            part = whole.narrow(placement.dim, start, length).clone(memory_format=torch.contiguous_format)
+        sharded = torch.nn.Parameter(
+            DTensor(part, placement.spec, requires_grad=False), requires_grad=parameter.requires_grad
+        )
+        return sharded
+
+    def local(self, parameter):
+        return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+    def set_local(self, parameter, tensor):
+        parameter._local_tensor = tensor
+
+    def gradient(self, parameter, tensor):
+        return DTensor(tensor, parameter._spec, requires_grad=False)
+
+    def accumulated(self, parameter):
+        hooks = parameter._post_accumulate_grad_hooks
+        if hooks:
+            for hook in list(hooks.values()):
+                hook(parameter)
+
+    def holds(self, gradient):
+        return sys.getrefcount(gradient) > _HELD + 1 or sys.getrefcount(gradient._local_tensor) > _HELD
+
+    @contextlib.contextmanager
+    def named(self, label):
+        with torch.profiler.record_function(label):
+            yield
+
+
+def _extent(length, ranks):
+    """(start, length) of this rank's part of a dimension, as torch.chunk cuts it."""
+    step = -(-length // ranks.shard_size)
+    start = min(length, step * ranks.shard_rank)
+    return start, min(length, start + step) - start
+
+
+HOST = TorchHost()
