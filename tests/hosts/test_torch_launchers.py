@@ -91,6 +91,25 @@ def run(job, *arguments, **options):
     return done, time.monotonic() - begin
 
 
+# ---- How programs find it --------------------------------------------------------------------------------------------
+
+
+def test_a_program_that_does_not_import_libfsdp_finds_the_backend(installed):
+    program = (
+        "import sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group('fsdp', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "t = torch.ones(2); dist.all_reduce(t)\n"
+        "print(dist.get_backend(), t.tolist())\n"
+    )
+    done = run_python("-c", program, env=installed)
+    assert done.stdout.split("\n")[0] == "fsdp [1.0, 1.0]", done.stdout + done.stderr
+    light = "import torch, sys, threading as t; print(t.active_count(), 'libfsdp.torch.process_group' in sys.modules)"
+    assert run_python("-c", light, env=installed).stdout.split() == ["1", "False"]
+    first = "import libfsdp.torch, torch.distributed as dist; print(dist.Backend.FSDP)"
+    done = run_python("-c", first, env=installed)
+    assert done.stdout.strip() == "fsdp", done.stderr
+
+
 # ---- Start -----------------------------------------------------------------------------------------------------------
 
 
