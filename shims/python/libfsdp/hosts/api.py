@@ -187,7 +187,7 @@ class ShardedModule:
     def _apply(self, *args, **kwargs):
         """`to`, `half` and the like work on the shards."""
         self.reshard()
-        return super()._apply(*args, **kwargs)
+        return self._original_class._apply(self, *args, **kwargs)
 
 
 def sharded_class(original, mixin, name):

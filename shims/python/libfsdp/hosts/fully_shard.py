@@ -8,18 +8,17 @@ from .iteration import ATTRIBUTE, state_of
 from .parameter import ShardedParameter
 from .state import State
 
-_OWNER = "_libfsdp_owner"  # of a sharded parameter: whose it is, for messages
+_OWNER = "_libfsdp_owner"  # of a parameter that is sharded: whose it is, for messages
 
 
-def shard(host, mixin, module, ranks, *, reshard, dim_of, precision, cast_inputs, cast_outputs, ignored):
+def shard(host, mixin, module, ranks, *, reshard, dim_of, policy, ignored):
     """Shard `module`, or a list of modules that run together, and return it.
 
     mixin        the adapter's class of methods, a subclass of api.ShardedModule
     ranks        over which ranks: see Iteration
     reshard      None, True, False or a number of ranks (see check_reshard)
     dim_of       parameter -> the dimension to cut
-    precision    a libfsdp.Precision, or None
-    cast_inputs, cast_outputs   the framework's dtypes, or None
+    policy       the framework's MixedPrecisionPolicy
     ignored      parameters that stay whole
     """
     modules = [module] if isinstance(module, host.Module) else list(module)
@@ -35,10 +34,11 @@ def shard(host, mixin, module, ranks, *, reshard, dim_of, precision, cast_inputs
         placement = host.placement(parameter, dim, ranks)
         sharded = host.shard_of(parameter, placement, ranks)
         params.append(ShardedParameter(host, sharded, where, placement, shape, dtype))
+        for held in (parameter, sharded):  # another module may hold the first, and would train it by itself
+            setattr(held, _OWNER, type(roots[0]).__name__)
     for param in params:
         param.hide()
-        setattr(param.parameter, _OWNER, type(roots[0]).__name__)
-    state = State(host, roots, params, ranks, reshard, precision, cast_inputs, cast_outputs)
+    state = State(host, roots, params, ranks, reshard, policy)
     for root in roots:
         root.__class__ = api.sharded_class(type(root), mixin, host.class_name(type(root)))
         root.__dict__[ATTRIBUTE] = state

@@ -44,6 +44,20 @@ class Host:
         """A float tensor in another dtype, in the graph; others as they are."""
         raise NotImplementedError
 
+    # ---- Communication of the framework's own, for comm.py ----
+
+    SUM = AVG = None  # its names for reductions
+
+    class Buffers:
+        """Memory for a reduction: like the framework's ReduceScatter, allocate(size, *, dtype, device)."""
+
+    def reduce_scatter(self, output, input, group, average):
+        raise NotImplementedError
+
+    def all_reduce(self, tensor, group):
+        """Sum, in place."""
+        raise NotImplementedError
+
     # ---- Autograd ----
 
     def anchor(self):
@@ -110,6 +124,10 @@ class Host:
         """The parameter that stands for this rank's shard, with its values in memory of its own: a new one, or the
         same object that has become smaller. Called by fully_shard, once for each."""
         raise NotImplementedError
+
+    def present(self, tensor, placement):
+        """What the module is to show for a full parameter's `tensor`, in the graph."""
+        return tensor
 
     def local(self, parameter):
         """The plain tensor that a sharded parameter, or a gradient of one, holds on this rank."""

@@ -97,7 +97,7 @@ class Iteration:
             {name: param.meta() for name, param in zip(names, state.params)},
             frozen=[name for name, param in zip(names, state.params) if param.frozen],
             dim={name: param.placement.dim for name, param in zip(names, state.params)},
-            precision=state.precision,
+            precision=state.precision(),
             reshard_after_forward=state.reshard if state.reshard is not None else state is not self.root,
         )
         for param, library in zip(state.params, unit):

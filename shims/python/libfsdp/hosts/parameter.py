@@ -128,6 +128,10 @@ class ShardedParameter:
             self.host.set_local(self._grad, self._gradient.clone())
         self._grad = None
 
+    def add_gradient(self, part):
+        """What did not come from the library: this rank's part of a reduced gradient."""
+        self._gradient.add_(part)
+
     def end_gradient(self):
         """After a reduction: `.grad` is what the library has."""
         if self._grad is None:

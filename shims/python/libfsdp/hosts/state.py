@@ -3,7 +3,9 @@
 import sys
 import weakref
 
+from ..options import Precision
 from . import tree
+from .comm import Comm, added
 from .iteration import Iteration
 
 
@@ -36,13 +38,13 @@ class State:
     params      ShardedParameters; none: the hooks only cast, and mark where the iteration begins
     ranks       over which ranks (see Iteration)
     reshard     reshard_after_forward: True, False, a number of ranks; None: True, but False for the root
-    precision   what the library is to know: param, reduce and so on as a libfsdp.Precision, or None
+    policy      the framework's MixedPrecisionPolicy: param_dtype, reduce_dtype, output_dtype, cast_forward_inputs
     """
 
-    def __init__(self, host, modules, params, ranks, reshard=None, precision=None, cast_inputs=None, cast_outputs=None):
+    def __init__(self, host, modules, params, ranks, reshard, policy):
         self.host, self.modules, self.params, self.ranks = host, tuple(modules), params, ranks
-        self.reshard, self.precision = reshard, precision
-        self.cast_inputs, self.cast_outputs = cast_inputs, cast_outputs  # dtypes, or None
+        self.reshard, self.policy = reshard, policy
+        self.comm = Comm(self)
         self.name = type(self.modules[0]).__name__
         self.iteration = None  # an Iteration from the first forward on
         self.is_root = False
@@ -75,12 +77,15 @@ class State:
 
     def show(self):
         """The modules show full parameters, which are part of the graph that is being recorded."""
+        if self.comm.all_gather is not None:
+            self.comm.gather()
         if self.host.grad_enabled() and any(not param.frozen for param in self.params):
             if self._anchor is None:
                 self._anchor = self.host.anchor()
-            self._full = self.host.gather(self._anchor, self._self)
+            tensors = self.host.gather(self._anchor, self._self)
         else:
-            self._full = self.twins()
+            tensors = self.twins()
+        self._full = [self.host.present(tensor, param.placement) for tensor, param in zip(tensors, self.params)]
         self._show()
 
     def _show(self):
@@ -179,15 +184,23 @@ class State:
     def reshards_after_forward(self):
         return not self.is_root if self.reshard is None else bool(self.reshard)
 
+    def precision(self):
+        """What the library is to know of the policy."""
+        policy = self.policy
+        if policy.param_dtype is None and policy.reduce_dtype is None:
+            return None
+        return Precision(param=policy.param_dtype, reduce=policy.reduce_dtype)
+
     def _cast(self, value):
-        if self.cast_inputs is None:
-            return value
-        return tree.mapped(value, self.host.Tensor, lambda tensor: self.host.cast(tensor, self.cast_inputs))
+        return self._in_dtype(value, self.policy.param_dtype if self.policy.cast_forward_inputs else None)
 
     def _cast_output(self, value):
-        if self.cast_outputs is None:
+        return self._in_dtype(value, self.policy.output_dtype)
+
+    def _in_dtype(self, value, dtype):
+        if dtype is None:
             return value
-        return tree.mapped(value, self.host.Tensor, lambda tensor: self.host.cast(tensor, self.cast_outputs))
+        return tree.mapped(value, self.host.Tensor, lambda tensor: self.host.cast(tensor, dtype))
 
     def _hooked(self, output):
         if self.host.grad_enabled():
@@ -216,6 +229,8 @@ class State:
         self.in_backward, self._pass = True, self.host.backward_id()
         if self.unit is not None and self.unshard_in_backward:
             self.unit.pre_backward()
+            if self.comm.all_gather is not None:
+                self.comm.gather()
             self._show()
 
     def gradients(self, grads):
@@ -237,11 +252,16 @@ class State:
         """Reduce gradients of full parameters, and those that wait, and shard the parameters again."""
         first, self._waiting = self._waiting, []
         for earlier in first:
-            grads = [_sum(earlier_one, grad) for earlier_one, grad in zip(earlier, grads)]
+            grads = [added(one, grad) for one, grad in zip(earlier, grads)]
         self.in_backward = False
-        self.iteration.apply_settings(self)
-        with self.host.named(f"libfsdp::post_backward {self.name}"):
-            self.unit.post_backward(grads, lend=self.host.lend)
+        if self.comm.reduces:
+            self.comm.reduce(grads)
+            if self.reshard_after_backward:
+                self.unit.reshard()
+        else:
+            self.iteration.apply_settings(self)
+            with self.host.named(f"libfsdp::post_backward {self.name}"):
+                self.unit.post_backward(grads, lend=self.host.lend)
         self.reduced = True
         if self.reshard_after_backward:
             self.hide()
@@ -267,11 +287,6 @@ class State:
         """After an exception."""
         self.in_backward = self.by_hand = self.ran_forward = self.reduced = False
         self._waiting, self._running, self._pass = [], set(), None
+        self.comm.forget()
         for param in self.params:
             param.hide()
-
-
-def _sum(a, b):
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b

@@ -17,7 +17,6 @@ from ..hosts.api import ShardedModule, UnshardHandle, share_comm_ctx
 from ..hosts.api import register_forward_method as register_fsdp_forward_method
 from ..hosts.fully_shard import check_reshard, shard
 from ..hosts.iteration import state_of
-from ..options import Precision
 from .host import HOST
 from .ranks import Ranks, check_mesh, default_mesh
 
@@ -76,9 +75,7 @@ def fully_shard(
         ranks,
         reshard=check_reshard(reshard_after_forward, ranks),
         dim_of=lambda parameter: _dim(parameter, shard_placement_fn),
-        precision=_precision(mp_policy),
-        cast_inputs=mp_policy.param_dtype if mp_policy.cast_forward_inputs else None,
-        cast_outputs=mp_policy.output_dtype,
+        policy=mp_policy,
         ignored=ignored_params,
     )
 
@@ -93,9 +90,3 @@ def _dim(parameter, placement_fn):
     if not isinstance(placement, Shard):
         raise AssertionError(f"Expected Shard, got {type(placement)}: {placement}")
     return placement.dim
-
-
-def _precision(policy):
-    if policy.param_dtype is None and policy.reduce_dtype is None:
-        return None
-    return Precision(param=policy.param_dtype, reduce=policy.reduce_dtype)

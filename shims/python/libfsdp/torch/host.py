@@ -8,10 +8,12 @@ import contextlib
 import sys
 
 import torch
+import torch.distributed as dist
 from torch.autograd import Variable
-from torch.autograd.graph import GradientEdge  # noqa: F401  (here from 2.4 on: what an older torch fails with is clear)
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..borrow import _describe
 from ..hosts.host import Host
@@ -22,10 +24,10 @@ _HELD = 2  # references to an object that nothing but its holder and a call's ar
 
 
 class Placement:
-    """How a parameter lies: the dimension that is cut, and what a DTensor of it is.
+    """How a parameter lies: `dim` is the dimension that is cut, `spec` the DTensor's that it becomes.
 
-    inner: for a parameter that was a DTensor before (tensor parallelism), its spec; shards are then parts of its local
-    tensor.
+    inner: for a parameter that was a DTensor before (tensor or expert parallelism), the spec it had: what is cut is then
+    its local tensor.
     """
 
     def __init__(self, dim, spec, inner=None):
@@ -65,6 +67,21 @@ class TorchHost(Host):
     def cast(self, tensor, dtype):
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
 
+    # ---- Communication of torch's own ----
+
+    SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+
+    class Buffers:
+        @staticmethod
+        def allocate(size, *, dtype, device):
+            return torch.empty(*size, dtype=dtype, device=device)
+
+    def reduce_scatter(self, output, input, group, average):
+        dist.reduce_scatter_tensor(output, input, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, group)
+
+    def all_reduce(self, tensor, group):
+        dist.all_reduce(tensor, group=group)
+
     # ---- Autograd ----
 
     def anchor(self):
@@ -101,32 +118,46 @@ class TorchHost(Host):
 
     # ---- Parameters ----
 
+    def whole(self, parameter):
+        local = self.local(parameter)
+        return tuple(local.shape), local.dtype
+
     def check_parameter(self, parameter, name):
-        if not (parameter.is_cpu or parameter.is_meta):
+        local = self.local(parameter)
+        if not (local.is_cpu or local.is_meta):
             raise ValueError(
                 f"parameter {name!r} is on {parameter.device}; libfsdp shards host memory: move the module to cpu first"
             )
 
     def placement(self, parameter, dim, ranks):
-        placements = (Replicate(), Shard(dim)) if ranks.mesh.ndim == 2 else (Shard(dim),)
-        meta = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype)
-        return Placement(dim, DTensorSpec(ranks.mesh, placements, tensor_meta=meta))
+        replicas = (Replicate(),) if ranks.mesh.ndim == 2 else ()
+        if not isinstance(parameter, DTensor):
+            meta = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype)
+            return Placement(dim, DTensorSpec(ranks.mesh, (*replicas, Shard(dim)), tensor_meta=meta))
+        inner = parameter._spec
+        pieces = inner.num_shards_map[dim]  # over how many ranks the same dimension is cut already
+        cut = _StridedShard(dim, split_factor=pieces) if pieces > 1 else Shard(dim)
+        mesh = DeviceMesh._concatenate([ranks.mesh, inner.mesh])
+        spec = DTensorSpec(mesh, (*replicas, cut, *inner.placements), tensor_meta=inner.tensor_meta)
+        return Placement(dim, spec, inner)
 
     def shard_of(self, parameter, placement, ranks):
         """A DTensor parameter on a copy of this rank's part."""
-        whole = parameter.detach()
-        if whole.is_meta:
-            start, length = _extent(whole.shape[placement.dim], ranks)
-            shape = [*whole.shape]
-            shape[placement.dim] = length
-            part = torch.empty(shape, dtype=whole.dtype, device="meta")
-        else:
-            start, length = _extent(whole.shape[placement.dim], ranks)
-            part = whole.narrow(placement.dim, start, length).clone(memory_format=torch.contiguous_format)
-        sharded = torch.nn.Parameter(
+        whole = self.local(parameter.detach())
+        start, length = _extent(whole.shape[placement.dim], ranks)
+        part = whole.narrow(placement.dim, start, length).clone(memory_format=torch.contiguous_format)
+        return torch.nn.Parameter(
             DTensor(part, placement.spec, requires_grad=False), requires_grad=parameter.requires_grad
         )
-        return sharded
+
+    def present(self, tensor, placement):
+        inner = placement.inner
+        if inner is not None:
+            tensor = DTensor.from_local(
+                tensor, inner.mesh, inner.placements, run_check=False, shape=inner.shape, stride=inner.stride
+            )
+        tensor._is_param = True  # by which torch tells parameters from tensors
+        return tensor
 
     def local(self, parameter):
         return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
