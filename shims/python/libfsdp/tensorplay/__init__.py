@@ -3,7 +3,7 @@
     import libfsdp.tensorplay
     import tensorplay.distributed as dist
 
-    dist.init_process_group("fsdp")          # or "cpu:fsdp"; also new_group(backend="fsdp"), init_device_mesh, split_group
+    dist.init_process_group("fsdp")          # or "cpu:fsdp"; also new_group(backend="fsdp"), meshes, split_group
 
 Import it before the names that it stands behind are taken one by one (`from tensorplay.distributed import new_group`).
 

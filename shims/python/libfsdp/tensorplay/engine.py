@@ -1,17 +1,18 @@
 """Engine: what does the work of a TensorPlay process group, in the place of its ProcessGroupGloo.
 
 TensorPlay finds an engine's methods by their names. They get tensors in lists, a reduction as a number (the library's
-numbers are the same), ranks of the group, and milliseconds; or, in place of what comes last, one of its options objects.
+numbers are the same), ranks of the group, and milliseconds; or one of its options objects in place of what comes last.
 Complex tensors come as pairs of real ones, strided ones as contiguous copies, but neither is asked for here.
 
 TensorPlay does not tell an engine whether a call is asynchronous: it waits for the work right after a call that is
-not. A hand-off to another thread and back takes twenty times as long as a small operation, so `_at_once` looks at
-the caller: a function of distributed_core whose `async_op` is False would wait next. Every other caller gets a work that
-is under way.
+not. A hand-off to another thread and back takes twenty times as long as a small operation, so `_at_once` looks at the
+caller: a function of distributed_core whose `async_op` is False would wait next. Every other caller gets a work that is
+under way.
 
 An engine leaves its group when TensorPlay drops it, in destroy_process_group. Works of it don't keep it.
 """
 
+import hashlib
 import sys
 
 from .. import abi
@@ -55,16 +56,21 @@ def _one(tensors, name):
     return tensors[0]
 
 
+def key_of(ranks):
+    """A short word for a list of ranks, the same on all of them and in every process."""
+    text = "-".join(map(str, ranks))
+    return text if len(text) <= 40 else hashlib.sha256(text.encode()).hexdigest()[:40]
+
+
 class Engine:
     """The operations of one group. Made by its ranks together, from the store that they share."""
 
-    def __init__(self, store, rank, size, group_name, timeout, options):
+    def __init__(self, store, rank, ranks, group_name, timeout, options):
         """timeout: seconds, to meet and for operations. options: libfsdp.Group's."""
         self._name = str(group_name)
-        self._timeout = timeout
         self._timeout_ms = int(timeout * 1000)
-        prefix = f"libfsdp/{self._name}/"
-        group = meet(lambda more: Service(store, prefix + more), rank, size, f"fsdp:{self._name}"[:63], timeout, options)
+        prefix, name = f"libfsdp/{self._name}/{key_of(ranks)}/", f"fsdp:{self._name}"[:63]
+        group = meet(lambda more: Service(store, prefix + more), rank, len(ranks), name, timeout, options)
         self._on = collectives = Collectives(group, _memory, lambda *about: Work(*about, collectives), _done)
 
     def __del__(self):
@@ -85,12 +91,9 @@ class Engine:
         return self._on.group.info().operations
 
     def set_timeout(self, timeout_ms):
-        """Operations from now on take at most so long: TensorPlay hands the timeout to each of them."""
-        if timeout_ms > self._timeout_ms:
-            raise InvalidArgument(
-                f"timeout: {timeout_ms / 1000:g} s; the backend 'fsdp' can shorten the timeout that a group was made "
-                f"with, {self._timeout:g} s, not extend it: give timeout= to init_process_group or to new_group"
-            )
+        """Of operations from now on; TensorPlay also hands it to each of them."""
+        self._on.set_timeout(timeout_ms)
+        self._timeout_ms = timeout_ms
 
     def abort(self):
         """End the group at once, here and on the other ranks."""
@@ -101,12 +104,12 @@ class Engine:
         return f"<libfsdp.tensorplay.Engine {self._name!r} {state}>"
 
     def _limit(self, timeout):
-        """The seconds that an operation may take, where that is less than the library's limit, else None. timeout:
-        milliseconds, or an options object or its timedelta."""
+        """The milliseconds that an operation may take where they are not the group's, else None. timeout: a number, or
+        an options object or its timedelta."""
         timeout = getattr(timeout, "timeout", timeout)
         if hasattr(timeout, "total_seconds"):
-            timeout = timeout.total_seconds() * 1000
-        return timeout / 1000 if 0 < timeout < self._timeout_ms else None
+            timeout = int(timeout.total_seconds() * 1000)
+        return timeout if timeout > 0 and timeout != self._timeout_ms else None
 
     # ---- Reductions --------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import datetime
 
 import tensorplay.distributed as dist
 
+from .engine import key_of
 from .register import create
 
 
@@ -36,7 +37,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._timeout_s = timeout.total_seconds()
         self._backend_config = "cpu:gloo"
         self.gloo_pg = create(
-            core._current_store(), ranks.index(rank), len(ranks), timeout, group_name=name, pg_options=pg_options
+            core._current_store(), ranks.index(rank), ranks, timeout, group_name=name, pg_options=pg_options
         )
         core._groups[name] = self
 
@@ -47,4 +48,4 @@ _made = {}  # ranks: how many groups of these were made by this process
 def _name(ranks):
     key = tuple(ranks)
     _made[key] = _made.get(key, 0) + 1
-    return f"fsdp-{'-'.join(map(str, ranks))}#{_made[key]}"
+    return f"fsdp:{key_of(ranks)}#{_made[key]}"

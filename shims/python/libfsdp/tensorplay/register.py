@@ -4,7 +4,7 @@ TensorPlay keeps a register of backends, which `register_backend` fills, but doe
 `init_process_group` and `new_group` know nccl, gloo and mpi. So four functions of its module distributed_core are
 replaced, and only for groups of this backend do they differ:
 
-  init_process_group, new_group   have TensorPlay make a group of gloo, as far as the point where its engine is asked for
+  init_process_group, new_group   have TensorPlay make a group of gloo, up to the point where its engine is asked for
   _cpu_pg                         gives a group's engine; at that point it turns the group into one of "fsdp"
   monitored_barrier               asks gloo's engine by the name of its backend: ours is asked the same
 
@@ -31,8 +31,8 @@ def register():
     version = tuple(int(part) for part in tensorplay.__version__.split("+")[0].split(".")[:2])
     if version < NEEDS:
         raise ImportError(
-            f"libfsdp.tensorplay needs tensorplay {NEEDS[0]}.{NEEDS[1]} or newer, and this is {tensorplay.__version__}: "
-            "pip install --upgrade tensorplay"
+            f"libfsdp.tensorplay needs tensorplay {NEEDS[0]}.{NEEDS[1]} or newer, and this is "
+            f"{tensorplay.__version__}: pip install --upgrade tensorplay"
         )
     import tensorplay.distributed as dist
 
@@ -61,12 +61,14 @@ def _uses_register(core):
     return False
 
 
-def create(store, rank, size, timeout, *, group_name="0", pg_options=None):
-    """The engine of a group of `size` ranks that share a store. timeout: a timedelta."""
+def create(store, rank, ranks, timeout, *, group_name="0", pg_options=None):
+    """The engine of a group of `ranks` that share a store, of which this process is the one numbered `rank`. timeout: a
+    timedelta. Groups of the same name and other ranks, such as slices of a mesh are, don't meet each other."""
     from ..hosts.options import group_options
     from .engine import Engine
 
-    return Engine(store, rank, size, group_name, timeout.total_seconds(), group_options(pg_options, __package__))
+    options = group_options(pg_options, __package__)
+    return Engine(store, rank, ranks, group_name, timeout.total_seconds(), options)
 
 
 # ---- What is replaced ------------------------------------------------------------------------------------------------
@@ -164,7 +166,7 @@ def _become(core, pg, config, pg_options):
     pg.gloo_pg = create(
         core._current_store(),
         pg.rank(),
-        pg.size(),
+        pg.ranks,
         datetime.timedelta(seconds=pg._timeout_s),
         group_name=pg.group_name,
         pg_options=pg_options,

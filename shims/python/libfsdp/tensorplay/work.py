@@ -1,12 +1,9 @@
 """Work handles of the engine: what TensorPlay's own Work wraps.
 
-Its waits are in milliseconds, negative for none. One that runs out gives False and the operation goes on, as on gloo;
-only the time that the operation itself may take ends the group.
+Its waits are in milliseconds, negative for none. One that runs out gives False and the operation goes on, as on gloo.
 """
 
-import time
-
-from ..errors import FsdpError, Pending, Timeout
+from ..errors import FsdpError, Pending
 from ..hosts.work import Ending
 
 
@@ -32,31 +29,20 @@ class Done:
 class Work:
     """An operation that goes on. Keeps its tensors, and the library's group, until it is complete."""
 
-    def __init__(self, work, tensors, after, timeout, collectives):
-        """timeout: seconds that the operation may take from now on, None: as long as the group's own timeout."""
+    def __init__(self, work, tensors, after, collectives):
         self._ending = Ending(work, after)
         self._tensors = tensors
-        self._timeout = timeout
-        self._deadline = None if timeout is None else time.monotonic() + timeout
         self._collectives = collectives
 
     def wait(self, timeout_ms=-1):
         """True when the operation is complete, False when timeout_ms passed first. Raises what it failed with."""
         ending = self._ending
-        now = time.monotonic()
-        until = None if timeout_ms < 0 else now + timeout_ms / 1000
-        if self._deadline is not None and (until is None or self._deadline < until):
-            until = self._deadline
         try:
-            ending.work.wait(None if until is None else max(0, until - now))
+            ending.work.wait(None if timeout_ms < 0 else timeout_ms / 1000)
         except Pending:
-            if until is not self._deadline:
-                return False
-            message = f"an operation was not complete after {self._timeout:g} s, the timeout of its process group"
-            self._collectives.end(message)
-            raise Timeout(message) from None
+            return False
         except FsdpError:
-            pass  # `finish` finds it
+            pass  # which `finish` finds
         ending.finish()
         if ending.failure is not None:
             raise ending.failure
