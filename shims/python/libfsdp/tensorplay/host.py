@@ -1,0 +1,150 @@
+"""TensorPlay, as the adapter core (libfsdp.hosts) wants a framework to be described.
+
+Parameters stay the Parameters that they were: the same objects, which hold this rank's shard (`.data`) from fully_shard
+on. So an optimizer that was built before fully_shard steps the shards as well.
+
+What differs between 1.0 and 1.1 and matters here: 1.0 has no meta device; the first `Function.apply` of a process must
+see a tensor that needs no gradient, or it fails. Neither says which backward pass is running. `.grad` is another Python
+object each time that it is read, so nobody can tell who else holds one.
+"""
+
+import tensorplay as tp
+import tensorplay.distributed as dist
+from tensorplay import nn
+from tensorplay.autograd import Function
+from tensorplay.autograd.variable import Variable
+from tensorplay.nn.modules.container import ModuleDict, ModuleList
+
+from .. import abi
+from ..borrow import _capsule_pointer
+from ..hosts.host import Host
+from ..hosts.state import gather_function
+from ..tensor import shard_extent
+from .tensors import _refusal
+
+_managed = abi.DLManagedTensor.from_address
+
+
+class Placement:
+    """How a parameter lies: `dim` is the dimension that is cut."""
+
+    def __init__(self, dim):
+        self.dim = dim
+
+
+class TensorPlayHost(Host):
+    name = "TensorPlay"
+    Tensor, Parameter, Module = tp.Tensor, nn.Parameter, nn.Module
+    Containers = (ModuleList, ModuleDict)
+    NotSharded = TypeError
+    writes_back = True
+    no_grad = staticmethod(tp.no_grad)
+    grad_enabled = staticmethod(tp.is_grad_enabled)
+
+    def __init__(self):
+        self._gather = gather_function(Function)
+        _Nothing.apply(tp.empty(0))  # 1.0, see above
+
+    # ---- Memory ----
+
+    def lend(self, tensor, name):
+        try:
+            capsule = (tensor.detach() if tensor.requires_grad else tensor).__dlpack__()
+            head = _managed(_capsule_pointer(capsule, b"dltensor")).dl_tensor
+        except Exception as error:
+            raise _refusal(tensor, name, error) from None
+        if head.device.device_type != abi.kDLCPU:
+            raise _refusal(tensor, name, None)
+        head.owner = capsule
+        return head
+
+    def adopt(self, tensor):
+        return tp.from_dlpack(tensor)
+
+    def twin(self, tensor):
+        return tensor.data
+
+    def address(self, tensor):
+        return tensor.data_ptr()
+
+    def cast(self, tensor, dtype):
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+    def is_meta(self, parameter):
+        return parameter.device.type == "meta"
+
+    # ---- Communication of TensorPlay's own ----
+
+    SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+
+    class Buffers:
+        @staticmethod
+        def allocate(size, *, dtype, device):
+            return tp.empty(tuple(size), dtype=dtype, device=device)
+
+    def reduce_scatter(self, output, input, group, average):
+        dist.reduce_scatter_tensor(output, input, self.AVG if average else self.SUM, group)
+
+    def all_reduce(self, tensor, group):
+        dist.all_reduce(tensor, group=group)
+
+    # ---- Autograd ----
+
+    def anchor(self):
+        return tp.empty(0, requires_grad=True)
+
+    def gather(self, anchor, unit):
+        return self._gather.apply(anchor, unit)
+
+    def on_gradient(self, tensor, function):
+        tensor.register_hook(function)
+
+    def at_end_of_backward(self, function):
+        Variable._execution_engine.queue_callback(function)
+
+    # ---- Modules ----
+
+    def class_name(self, original):
+        return f"{original.__name__}FSDPModule"
+
+    def hook(self, module, state):
+        def after(module, args, output):
+            return state.after_forward(module, output)
+
+        module.register_forward_pre_hook(state.pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(after, always_call=True)
+        module.register_state_dict_pre_hook(lambda module, prefix, keep_vars: state.reshard_now())
+        module.register_load_state_dict_pre_hook(lambda *arguments: state.reshard_now())
+
+    # ---- Parameters ----
+
+    def check_parameter(self, parameter, name):
+        if parameter.device.type not in ("cpu", "meta"):
+            raise ValueError(
+                f"parameter {name!r} is on {parameter.device}; libfsdp shards host memory: move the module to cpu first"
+            )
+
+    def placement(self, parameter, dim, ranks):
+        return Placement(dim)
+
+    def shard_of(self, parameter, placement, ranks):
+        """The same parameter, on a copy of this rank's part."""
+        start, length = shard_extent(parameter.shape[placement.dim], ranks.shard_rank, ranks.shard_size)
+        with tp.no_grad():
+            parameter.data = parameter.detach().narrow(placement.dim, start, length).clone().contiguous()
+        return parameter
+
+    def local(self, parameter):
+        return parameter
+
+    def set_local(self, parameter, tensor):
+        parameter.data = tensor
+
+
+class _Nothing(Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.clone()
+
+
+HOST = TensorPlayHost()
