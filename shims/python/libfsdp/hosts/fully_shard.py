@@ -69,12 +69,12 @@ def _checked(host, parameter, where, dim_of):
             f"parameter {name!r} of {type(where[0][0]).__name__} is managed by an earlier fully_shard already, that of "
             f"{owner}: modules that share a parameter go into one call, as a list or by the module around them"
         )
+    host.check_parameter(parameter, name)
     shape, _ = host.whole(parameter)
     if not shape:
         raise ValueError(
             f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1."
         )
-    host.check_parameter(parameter, name)
     dim = dim_of(parameter)
     if not -len(shape) <= dim < len(shape):
         raise AssertionError(f"Shard dim {dim} is invalid for {len(shape)}D tensor: {shape}")

@@ -10,22 +10,21 @@ from .iteration import Iteration
 
 
 def gather_function(Function):
-    """The autograd function through which full parameters come: from nothing but the unit, whose reduction is its
-    backward. `anchor` is a tensor that requires a gradient, so that the results do; it gets none."""
+    """The autograd function through which trainable parameters come when they are full: from nothing but the unit, whose
+    reduction is its backward. `anchor` is a tensor that requires a gradient, so that the results do; it gets none."""
 
     class FullParameters(Function):
         @staticmethod
         def forward(ctx, anchor, unit):
             ctx.unit = unit
+            ctx.trainable = [not param.frozen for param in unit().params]  # as they are now
             ctx.set_materialize_grads(False)
-            tensors = unit().twins()
-            frozen = [tensor for tensor, param in zip(tensors, unit().params) if param.frozen]
-            ctx.mark_non_differentiable(*frozen)
-            return tuple(tensors)
+            return tuple(unit().twins(frozen=False))
 
         @staticmethod
         def backward(ctx, *grads):
-            ctx.unit().gradients(grads)
+            grads = iter(grads)
+            ctx.unit().gradients([next(grads) if trainable else None for trainable in ctx.trainable])
             return None, None
 
     return FullParameters
@@ -66,26 +65,32 @@ class State:
         self._pass = None  # the backward pass of in_backward
         self._waiting = []  # gradients from passes inside that one
         self._running = set()  # of several modules, those that forward has yet to reach
+        self._call = None  # stands for the last call of the module
+        self._open = set()  # the calls whose backward has begun, and is not known to be over
         self._self = weakref.ref(self)
         self._anchor = None
         self._raising = None  # the exception that was being handled when forward began
 
     # ---- Full and sharded ----
 
-    def twins(self):
-        return [self.host.twin(param.full) for param in self.params]
+    def twins(self, frozen):
+        """Tensors on the memory of the full parameters that are frozen, or that are not."""
+        return [self.host.twin(param.full) for param in self.params if param.frozen == frozen]
 
     def show(self):
         """The modules show full parameters, which are part of the graph that is being recorded."""
         if self.comm.all_gather is not None:
             self.comm.gather()
-        if self.host.grad_enabled() and any(not param.frozen for param in self.params):
-            if self._anchor is None:
-                self._anchor = self.host.anchor()
-            tensors = self.host.gather(self._anchor, self._self)
+        if self._anchor is None:
+            self._anchor = self.host.anchor()
+        if self.host.grad_enabled() and self.is_trainable:
+            trainable = self.host.gather(self._anchor, self._self)
         else:
-            tensors = self.twins()
-        self._full = [self.host.present(tensor, param.placement) for tensor, param in zip(tensors, self.params)]
+            trainable = self.twins(frozen=False)
+        trainable, frozen = iter(trainable), iter(self.twins(frozen=True))
+        self._full = [
+            self.host.present(next(frozen if param.frozen else trainable), param.placement) for param in self.params
+        ]
         self._show()
 
     def _show(self):
@@ -96,6 +101,10 @@ class State:
         self.by_hand = False
         for param in self.params:
             param.hide()
+
+    @property
+    def is_trainable(self):
+        return any(not param.frozen for param in self.params)
 
     @property
     def is_full(self):
@@ -154,9 +163,12 @@ class State:
         self.begin()
         self.iteration.begin_forward(self)
         args, kwargs = self._cast(args), self._cast(kwargs)
+        self._call = object()
         if self.unit is not None:
             self.unit.pre_forward()
             self.show()
+            if self.host.grad_enabled() and not self.is_trainable:
+                self._watch_inputs((args, kwargs))
         return args, kwargs
 
     def after_forward(self, module, output):
@@ -206,24 +218,34 @@ class State:
         if self.host.grad_enabled():
             for tensor in tree.tensors_in(output, self.host.Tensor):
                 if tensor.requires_grad:
-                    self.host.on_gradient(tensor, self._pre_backward())
+                    self.host.on_gradient(tensor, self._weakly(State.pre_backward, self._call))
         return output
 
-    def _pre_backward(self):
-        reference = self._self  # a tensor's hook must not keep the module alive
+    def _watch_inputs(self, inputs):
+        """A unit without trainable parameters has no reduction by which it is known that its backward is over: that is
+        so when the gradients of all its inputs are there."""
+        tensors = [tensor for tensor in tree.tensors_in(inputs, self.host.Tensor) if tensor.requires_grad]
+        left = set(range(len(tensors)))
+        for index, tensor in enumerate(tensors):
+            self.host.on_gradient(tensor, self._weakly(State.input_gradient, self._call, left, index))
+
+    def _weakly(self, function, *arguments):
+        """A hook for a tensor, which must not keep the module alive."""
+        reference = self._self
 
         def hook(grad):
             state = reference()
             if state is not None:
-                state.pre_backward()
+                function(state, *arguments)
 
         return hook
 
     # ---- Backward ----
 
-    def pre_backward(self):
-        """A gradient of an output is here."""
+    def pre_backward(self, call):
+        """A gradient of an output of this call of the module is here."""
         self.iteration.begin_backward(self)
+        self._open.add(call)
         if self.in_backward:
             return
         self.in_backward, self._pass = True, self.host.backward_id()
@@ -232,6 +254,17 @@ class State:
             if self.comm.all_gather is not None:
                 self.comm.gather()
             self._show()
+
+    def input_gradient(self, call, left, index):
+        """A gradient of an input is here, of a unit without trainable parameters."""
+        left.discard(index)
+        if left or not self.in_backward:
+            return
+        self._open.discard(call)  # the gradient of an input may be that of another call's output, which is open then
+        if not self._open and self.reshard_after_backward:
+            self.in_backward = False
+            self.unit.reshard()
+            self.hide()
 
     def gradients(self, grads):
         """The gradients of all full parameters are here, None for those that were not used: from the autograd
@@ -254,6 +287,7 @@ class State:
         for earlier in first:
             grads = [added(one, grad) for one, grad in zip(earlier, grads)]
         self.in_backward = False
+        self._open.clear()
         if self.comm.reduces:
             self.comm.reduce(grads)
             if self.reshard_after_backward:
@@ -269,10 +303,10 @@ class State:
     def finish_backward(self):
         """The pass is over. What was not used still takes part in the reductions, as other ranks may have used it."""
         if self.unit is not None:
-            trainable = any(not param.frozen for param in self.params)
-            if self._waiting or (self.ran_forward and not self.reduced and trainable):
+            if self._waiting or (self.ran_forward and not self.reduced and self.is_trainable):
                 self.reduce([None] * len(self.params))
         self.in_backward = False
+        self._open.clear()
         self._running = set()
 
     def end_backward(self):
@@ -286,7 +320,7 @@ class State:
     def forget(self):
         """After an exception."""
         self.in_backward = self.by_hand = self.ran_forward = self.reduced = False
-        self._waiting, self._running, self._pass = [], set(), None
+        self._waiting, self._running, self._open, self._pass = [], set(), set(), None
         self.comm.forget()
         for param in self.params:
             param.hide()
