@@ -213,9 +213,84 @@ def ddp(job):
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6)
 
 
+def hooks(job):
+    """Hooks that change how gradients travel, buffers, and the parameters that rank 0 hands out."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def run(group, register, model=None, **options):
+        model = DDP(network() if model is None else model, process_group=group, **options)
+        register(model, group)
+        return train(model, job.rank, job.size), whole(model), dict(model.module.named_buffers())
+
+    def same(register, exact=False, **options):
+        losses, parameters, _ = run(job.fsdp, register, **options)
+        their_losses, their_parameters, _ = run(job.gloo, register, **options)
+        close(parameters, their_parameters, 1e-4)
+        if exact:
+            close(parameters, alone())
+
+    def power(model, group):
+        state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    def local(model, group):
+        state = post_localSGD_hook.PostLocalSGDState(group, group, start_localSGD_iter=2)
+        model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+
+    def wrapped(model, group):
+        model.register_comm_hook(group, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
+
+    same(power)
+    same(power, static_graph=True)
+    same(local, exact=True)
+    close(run(job.fsdp, wrapped)[1], alone(), 0.05)
+
+    # Buffers follow rank 0, and so do parameters at the start.
+    def normal(group, **options):
+        torch.manual_seed(job.rank)  # each rank's own values, until DDP is made
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1))
+        return run(group, lambda *_: None, model, **options)
+
+    for options in ({}, {"broadcast_buffers": False}):
+        losses, parameters, buffers = normal(job.fsdp, **options)
+        their_losses, their_parameters, their_buffers = normal(job.gloo, **options)
+        close(parameters, their_parameters)
+        close(buffers, their_buffers)
+    for p in parameters.values():
+        total = p.clone()
+        dist.all_reduce(total, dist.ReduceOp.MAX)
+        assert torch.equal(total, p)
+    # torch has BatchNorm over all ranks for accelerators only; it says so, whatever the backend.
+    synchronous = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(WIDTH)), job.fsdp)
+    try:
+        synchronous(torch.randn(4, WIDTH))
+    except ValueError as error:
+        assert "SyncBatchNorm" in str(error)
+    else:
+        raise AssertionError("torch has it now: compare with one process")
+
+    # Ranks with different numbers of batches, with buffers and with the error that torch raises on request.
+    def uneven(group):
+        model = DDP(network(), process_group=group)
+        try:
+            with model.join(throw_on_early_termination=True):
+                for x, y in batches()[: 1 + job.rank]:
+                    nn.functional.mse_loss(model(x), y).backward()
+        except RuntimeError as error:
+            return "exhausted" in str(error)
+        return False
+
+    assert uneven(job.fsdp) and uneven(job.gloo)
+
+
 @pytest.mark.parametrize("n", [2, 4])
 def test_ddp_trains_as_one_process_and_as_on_gloo(hosted, n):
     hosted(n, ddp)
+
+
+def test_ddp_with_hooks_buffers_and_early_ends(hosted):
+    hosted(2, hooks)
 
 
 # ---- DTensor and what is built on it ---------------------------------------------------------------------------------
@@ -302,36 +377,77 @@ def test_dtensor_tensor_parallelism_and_functional_collectives(hosted, n):
     hosted(n, systems)
 
 
-def checkpoint(job, folder):
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+def sharded(group):
+    """A model and its optimizer, as FSDP2 shards them over a group."""
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    def sharded():
-        model = network()
-        fully_shard(model)
-        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+    model = network()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
-    model, optimizer = sharded()
-    x, y = batches()[0]
+
+def step(model, optimizer, batch):
+    x, y = batches()[batch]
     nn.functional.mse_loss(model(x), y).backward()
     optimizer.step()
+    optimizer.zero_grad()
+
+
+def save(job, folder):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optimizer = sharded(job.fsdp)
+    step(model, optimizer, 0)
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
-    dcp.save(states, checkpoint_id=os.path.join(folder, "saved"))
-    other, other_optimizer = sharded()
-    with torch.no_grad():
-        for p in other.parameters():
-            p.zero_()
-    states = dict(zip(("model", "optimizer"), get_state_dict(other, other_optimizer)))
-    dcp.load(states, checkpoint_id=os.path.join(folder, "saved"))
-    set_state_dict(other, other_optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
-    close(whole(other), whole(model), 0)
-    again = os.path.join(folder, "again")
-    dcp.async_save({"model": other.state_dict()}, checkpoint_id=again, process_group=job.gloo).result()
+    dcp.save(states, checkpoint_id=os.path.join(folder, "default"))
+    dcp.save(states, checkpoint_id=os.path.join(folder, "given"), process_group=job.fsdp)
+    dcp.save(states, checkpoint_id=os.path.join(folder, "gloo"), process_group=job.gloo)
+    # In the background, on threads of torch and with a group of its own: the training goes on.
+    own = dist.new_group()
+    pending = dcp.async_save(states, checkpoint_id=os.path.join(folder, "later"), process_group=own)
+    t = torch.ones(3)
+    for _ in range(50):
+        dist.all_reduce(t, dist.ReduceOp.AVG)
+    pending.result()
+    assert t.tolist() == [1] * 3
 
 
-def test_a_distributed_checkpoint_is_saved_and_loaded(hosted, tmp_path):
-    hosted(2, checkpoint, str(tmp_path))
+def load(job, folder):
+    """On any number of ranks: the parameters and the next step are those of one process that goes on."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    plain = network()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    step(plain, optimizer, 0)
+    saved = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    step(plain, optimizer, 1)
+    for name, options in (
+        ("default", {}),
+        ("given", {"process_group": job.fsdp}),
+        ("gloo", {}),
+        ("later", {"process_group": dist.new_group()}),
+    ):
+        model, optimizer = sharded(job.fsdp)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+        dcp.load(states, checkpoint_id=os.path.join(folder, name), **options)
+        set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+        close(whole(model), saved, 1e-6)
+        step(model, optimizer, 1)
+        close(whole(model), dict(plain.named_parameters()))
+
+
+def test_a_checkpoint_of_two_ranks_is_loaded_on_four_and_on_one(hosted, tmp_path):
+    hosted(2, save, str(tmp_path))
+    for n in (4, 1):
+        hosted(n, load, str(tmp_path))
 
 
 if __name__ == "__main__":
