@@ -1,23 +1,28 @@
-"""PyTorch on libfsdp: the backend "fsdp" of torch.distributed, for tensors in host memory.
+"""PyTorch on libfsdp, for tensors in host memory: the backend "fsdp" of torch.distributed, and fully_shard.
 
     import torch.distributed as dist
+    from libfsdp.torch import fully_shard
 
     dist.init_process_group("fsdp")          # or "cpu:fsdp"; also new_group(backend="fsdp")
+    for layer in model.layers:
+        fully_shard(layer)                   # as torch.distributed.fsdp's, whatever the backend of the group
+    fully_shard(model)
 
 Where libfsdp is installed, torch finds this module by itself, through the entry point group `torch.backends`. Where
 it is only on the path, or TORCH_DEVICE_BACKEND_AUTOLOAD is 0, `import libfsdp.torch` registers the backend.
 
 Options           for pg_options: how a group talks, where the defaults won't do
 ProcessGroup      the class of groups with this backend
+fully_shard       and what belongs to it: FSDPModule, MixedPrecisionPolicy, ... (composable.py)
 
 Importing this module starts no thread and loads no shared object: the first group does. What a group raises are torch's
 classes and the library's at once (see errors.py).
 """
 
+import importlib
+
 BACKEND = "fsdp"
 NEEDS = (2, 11)  # the oldest torch that this was tried with
-
-__all__ = ["BACKEND", "Options", "ProcessGroup", "register"]
 
 
 def register():
@@ -61,16 +66,29 @@ def _extend_monitored_barrier(distributed):
     distributed.monitored_barrier = distributed.distributed_c10d.monitored_barrier = monitored_barrier
 
 
+_HOMES = {  # what is imported when it is asked for: `import torch` comes through here
+    "Options": "options",
+    "ProcessGroup": "process_group",
+    "CPUOffloadPolicy": "composable",
+    "FSDPModule": "composable",
+    "MixedPrecisionPolicy": "composable",
+    "OffloadPolicy": "composable",
+    "UnshardHandle": "composable",
+    "fully_shard": "composable",
+    "register_fsdp_forward_method": "composable",
+    "share_comm_ctx": "composable",
+}
+__all__ = ["BACKEND", "register", *_HOMES]
+
+
 def __getattr__(name):
-    if name == "ProcessGroup":
-        from .process_group import ProcessGroup
-
-        return ProcessGroup
-    if name == "Options":
-        from .options import Options
-
-        return Options
+    if name in _HOMES:
+        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return [*globals(), *_HOMES]
 
 
 register()  # last: `import torch` in it may come back here through the entry point
