@@ -243,7 +243,7 @@ def names_one_of(message, names):
     return any(re.search(rf"\b{name}\b", message) for name in names)
 
 
-HARMLESS = {"fsdp_set_log", "fsdp_set_allocator"}  # all-NULL means the defaults
+HARMLESS = {"fsdp_set_log", "fsdp_set_allocator", "fsdp_set_thread_timeout"}  # all-NULL, or 0, means the defaults
 
 
 @pytest.mark.parametrize("function", WITH_STATUS)
