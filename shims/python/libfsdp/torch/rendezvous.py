@@ -1,16 +1,10 @@
-"""How the ranks of a group meet: through the store that torch has made already.
-
-The library asks a host's key-value service; here that is the torch store of the group, under a prefix of its own for
-each time that a group of this name is made. A store may outlive a group (torchrun keeps one for all), and a second
-group of the same name must not read what the first one left. Making a group is collective, so the ranks that arrive
-count themselves in the store: the first `size` of them are the first group, the next the second.
+"""How the ranks of a group meet: through the store that torch has made already, as hosts.rendezvous has it.
 """
 
 import datetime
 import time
 
-from ..group import Group
-from ..store import Store
+from ..hosts import rendezvous
 
 
 class _Service:
@@ -42,9 +36,8 @@ class _Service:
 
 def meet(store, rank, size, name, timeout, options):
     """The libfsdp.Group of the `size` ranks that share a torch store. timeout: seconds, to meet and for operations."""
-    if size == 1:
-        return Group(None, name=name, timeout=timeout, **options)
-    arrived = store.add("libfsdp/arrived", 1)
-    service = _Service(store, f"libfsdp/{(arrived - 1) // size}/")
-    with Store.from_callbacks(service, rank=rank, world_size=size, timeout=timeout) as meeting:
-        return Group(meeting, name=name, timeout=timeout, **options)
+
+    def service(prefix):
+        return _Service(store, f"libfsdp/{prefix}")
+
+    return rendezvous.meet(service, rank, size, name, timeout, options)

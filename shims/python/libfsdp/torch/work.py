@@ -1,9 +1,5 @@
 """Work handles: what a collective with async_op=True gives to Python, and to torch's C++ code, which only waits and
-asks for a future.
-
-Some operations have something left to do when the library is done: results of a list that went through one buffer are
-copied to their tensors. `_finish` does that, once, on whichever thread comes first: one that waits or asks, or the
-library's own, which calls back when the operation is complete. So a Work that nobody keeps ends as well.
+asks for a future. How an operation ends is hosts.work's.
 """
 
 import threading
@@ -12,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import FsdpError, Pending
+from ..hosts.work import Ending
 from .errors import Timeout, in_torch
 
 
@@ -21,6 +18,12 @@ def seconds(timeout):
         return None
     value = timeout.total_seconds() if hasattr(timeout, "total_seconds") else float(timeout)
     return value if value > 0 else None
+
+
+def milliseconds(timeout):
+    """The same in whole milliseconds, at least 1."""
+    value = seconds(timeout)
+    return None if value is None else max(1, round(value * 1000))
 
 
 class Done(dist.Work):
@@ -54,52 +57,49 @@ class Done(dist.Work):
         return future
 
 
+DONE = Done()
+
+
 class Work(dist.Work):
     """An operation that goes on. Keeps its tensors, and its group, until it is complete."""
 
-    def __init__(self, work, group, tensors, after=None):
+    def __init__(self, work, tensors, after=None):
+        """work: the library's; tensors: the call's results; after: what is left to do then, or None."""
         super().__init__()
         self._work = work
-        self._group = group
+        self._group = work._group()
         self._tensors = tensors
-        self._after = after
-        self._failure = None
-        self._finished = False
+        self._ending = Ending(work, after, in_torch)
         self._future = None
         self._lock = threading.Lock()
-        if after is not None:
-            work.on_done(self._finish)
 
     def wait(self, timeout=None):
         """Wait to the end; raise what the operation failed with. A timeout that passes first ends the whole group,
         for all ranks, as it does on gloo: its tensors are still being written, so there is nothing that could go
         on."""
-        limit = seconds(timeout) if timeout is not None else None
+        limit = seconds(timeout)
         try:
             self._work.wait(limit)
         except Pending:
             message = f"an operation was not complete after {limit:g} s, as long as Work.wait was told to wait"
-            self._group.end(message)
+            if self._group._owned is not None:
+                self._group.abort(message)
             raise Timeout(message) from None
         except FsdpError as error:
             raise in_torch(error) from None
-        if self._after is not None:  # until it is done, on whichever thread
-            self._finish()
-        if self._failure is not None:
-            raise self._failure
+        self._ending.finish()
+        if self._ending.failure is not None:
+            raise self._ending.failure
         return True
 
     def is_completed(self):
-        if not self._work.test():
-            return False
-        self._finish()
-        return True
+        return self._ending.completed()
 
     def is_success(self):
-        return self.is_completed() and self._failure is None
+        return self.is_completed() and self._ending.failure is None
 
     def exception(self):
-        return self._failure if self.is_completed() else None
+        return self._ending.failure if self.is_completed() else None
 
     def synchronize(self):
         self.wait()
@@ -120,31 +120,43 @@ class Work(dist.Work):
         with self._lock:
             first = self._future is None
             if first:
-                self._future = torch.futures.Future()
+                self._future = _Future()
         if first:
             self._work.on_done(self._complete)
         return self._future
 
-    def _finish(self, _=None):
-        """After the library's part: the rest, and the failure in torch's terms. Who comes second waits for the
-        first."""
-        with self._lock:
-            if self._finished:
-                return
-            error = self._work.error
-            if error is not None:
-                self._failure = in_torch(error)
-            elif self._after is not None:
-                try:
-                    self._after()
-                except Exception as failure:
-                    self._failure = failure
-            self._after = None
-            self._finished = True
-
     def _complete(self, _):
-        self._finish()
-        if self._failure is None:
+        self._ending.finish()
+        if self._ending.failure is None:
             self._future.set_result(self._tensors)
         else:
-            self._future.set_exception(self._failure)
+            self._future.set_exception(self._ending.failure)
+
+
+# ---- Futures ---------------------------------------------------------------------------------------------------------
+
+
+class _Future(torch.futures.Future):
+    """A future whose Python callbacks run on a thread of their own: one of them may wait for another operation, which
+    the library's thread, by which this future is completed, has to run. What C++ chains to it is not concerned."""
+
+    def then(self, callback):
+        result = torch.futures.Future()
+
+        def call(future):
+            try:
+                result.set_result(callback(future))
+            except Exception as failure:
+                result.set_exception(failure)
+
+        self.add_done_callback(call)
+        return result
+
+    def add_done_callback(self, callback):
+        if self.done():
+            return super().add_done_callback(lambda _: callback(self))
+
+        def start(_):
+            threading.Thread(target=callback, args=(self,), name="libfsdp future", daemon=True).start()
+
+        super().add_done_callback(start)
