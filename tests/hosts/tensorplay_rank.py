@@ -1,10 +1,12 @@
 """One rank of a test: tensorplay_rank.py MODULE WORKER STORE SETTINGS. See conftest.py."""
 
 import datetime
+import faulthandler
 import importlib.util
 import json
 import os
 import pathlib
+import signal
 import sys
 
 import tensorplay
@@ -37,6 +39,7 @@ def main():
     sys.path.insert(0, str(pathlib.Path(module).parent))
     spec.loader.exec_module(loaded)
     tensorplay.set_num_threads(1)
+    faulthandler.register(signal.SIGTERM, chain=True)  # a rank that the launcher ends says where it was
     job = Job(store, limit)
     if before:
         job.start()
