@@ -139,3 +139,33 @@ torch_need() {
     fi
     [ ! -d "$CUDA_LIB" ] || export LD_LIBRARY_PATH=$CUDA_LIB${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 }
+
+# tensorplay_need VENV PYTHON VERSION PACKAGE...: a venv with that TensorPlay, these packages, and libfsdp as it is in
+# the repository. Its wheel has 85 MB and is for some versions of Python only.
+tensorplay_need() {
+    local venv=$1 python=$2 list=$BUILD/${1##*/}-requirements stamp
+    printf '%s\n' "tensorplay==$3" numpy "${@:4}" >"$list"
+    stamp=$(cat "$list" <("$python" -c 'import sys; print(sys.version, sys.base_prefix)') | sha256sum)
+    if [ -x "$venv/bin/python" ] && [ "$(cat "$venv/stamp" 2>/dev/null)" = "$stamp" ]; then
+        return
+    fi
+    say "making ${venv#"$ROOT"/} with TensorPlay $3"
+    rm -rf "$venv"
+    quietly "${venv##*/}" "$python" -m venv "$venv"
+    quietly "${venv##*/}-pip" "$venv/bin/pip" install -r "$list"
+    printf '%s\n' "$ROOT/shims/python" \
+        >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/libfsdp.pth"
+    printf '%s\n' "$stamp" >"$venv/stamp"
+}
+
+# python_find X.Y: prints a Python of that version that can make venvs; fails where there is none.
+python_find() {
+    local python is="import ensurepip, sys; sys.exit('%d.%d' % sys.version_info[:2] != '$1')"
+    for python in "$(command -v "python$1")" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/python; do
+        if [ -x "$python" ] && "$python" -c "$is" 2>/dev/null; then
+            printf '%s\n' "$python"
+            return
+        fi
+    done
+    return 1
+}
