@@ -64,7 +64,7 @@ class Host:
         """A tensor that requires a gradient, for `gather`."""
         raise NotImplementedError
 
-    def gather(self, anchor, unit):
+    def gather(self, anchor, use):
         """Apply the class that state.gather_function(self.Function) gave."""
         raise NotImplementedError
 

@@ -11,23 +11,34 @@ from .iteration import Iteration
 
 def gather_function(Function):
     """The autograd function through which trainable parameters come when they are full: from nothing but the unit, whose
-    reduction is its backward. `anchor` is a tensor that requires a gradient, so that the results do; it gets none."""
+    reduction is its backward. `anchor` is a tensor that requires a gradient, so that the results do; it gets none. `use`
+    says which unit, and for which call of its module."""
 
     class FullParameters(Function):
         @staticmethod
-        def forward(ctx, anchor, unit):
-            ctx.unit = unit
-            ctx.trainable = [not param.frozen for param in unit().params]  # as they are now
+        def forward(ctx, anchor, use):
+            ctx.use = use
+            ctx.trainable = [not param.frozen for param in use.unit().params]  # as they are now
             ctx.set_materialize_grads(False)
-            return tuple(unit().twins(frozen=False))
+            return tuple(use.unit().twins(frozen=False))
 
         @staticmethod
         def backward(ctx, *grads):
             grads = iter(grads)
-            ctx.unit().gradients([next(grads) if trainable else None for trainable in ctx.trainable])
+            grads = [next(grads) if trainable else None for trainable in ctx.trainable]
+            ctx.use.unit().gradients(grads, ctx.use.call)
             return None, None
 
     return FullParameters
+
+
+class Use:
+    """unit: a weak reference to a State, which a graph must not keep alive. call: stands for one call of its module."""
+
+    __slots__ = ("unit", "call")
+
+    def __init__(self, unit, call):
+        self.unit, self.call = unit, call
 
 
 class State:
@@ -84,7 +95,7 @@ class State:
         if self._anchor is None:
             self._anchor = self.host.anchor()
         if self.host.grad_enabled() and self.is_trainable:
-            trainable = self.host.gather(self._anchor, self._self)
+            trainable = self.host.gather(self._anchor, Use(self._self, self._call))
         else:
             trainable = self.twins(frozen=False)
         trainable, frozen = iter(trainable), iter(self.twins(frozen=True))
@@ -266,17 +277,20 @@ class State:
             self.unit.reshard()
             self.hide()
 
-    def gradients(self, grads):
-        """The gradients of all full parameters are here, None for those that were not used: from the autograd
-        function's backward."""
+    def gradients(self, grads, call):
+        """The gradients of all full parameters from a call of the module are here, None for those that were not used:
+        from the autograd function's backward. While another call is in the middle of its backward (an engine may go
+        through two of them in turns) they wait for it."""
         self.iteration.begin_backward(self)
+        self._open.discard(call)
         if not self.in_backward and self.unshard_in_backward and not self.is_full:
             raise RuntimeError(
                 f"gradients have reached the parameters of {self.name} but none of its outputs, so they were computed "
                 "without its full parameters: fully_shard found no tensor in what its forward returned. Return tensors, or "
                 "tuples, lists, dicts or dataclasses of them"
             )
-        if self.in_backward and self._pass != self.host.backward_id():  # inside a part that is computed again
+        inside = self.in_backward and self._pass != self.host.backward_id()  # a part that is computed again
+        if inside or self._open:
             self._waiting.append(grads)
             return
         self.reduce(grads)

@@ -87,8 +87,8 @@ class TorchHost(Host):
     def anchor(self):
         return torch.empty(0, requires_grad=True)
 
-    def gather(self, anchor, unit):
-        return self._gather.apply(anchor, unit)
+    def gather(self, anchor, use):
+        return self._gather.apply(anchor, use)
 
     def on_gradient(self, tensor, function):
         tensor.register_hook(function)
