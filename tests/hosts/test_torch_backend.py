@@ -260,6 +260,14 @@ def shapes(job):
     points = [torch.tensor(0.0) for _ in range(n)]
     dist.all_gather(points, torch.tensor(float(rank)))
     assert [p.item() for p in points] == list(range(n))
+    # A list whose parts differ: rank r's has r + 1 rows.
+    for parts in (
+        [mine(job, (r + 1, 2), seed=r) for r in range(n)],
+        list(torch.cat([mine(job, (r + 1, 2), seed=r) for r in range(n)]).split([r + 1 for r in range(n)])),
+    ):
+        for out in (torch.zeros(rank + 1, 2), torch.zeros(2, rank + 1).t()):
+            dist.reduce_scatter(out, parts)
+            alike(out, sum(numbers(r, (rank + 1, 2), rank) for r in range(n)))
     # In place, as FSDP2 does it: the input is this rank's part of the output.
     whole = torch.zeros(n * 1000)
     part = whole.narrow(0, rank * 1000, 1000)
@@ -351,6 +359,21 @@ def asynchronous(job):
         dist.reduce_scatter_tensor(halves[0], torch.ones(2 * n))
         dist.reduce_scatter_tensor(halves[1], torch.full((n,), 2.0))
     assert halves[0].tolist() == [n, n] and halves[1].tolist() == [2 * n]
+    # With an operation, and a factor, of their own; sums would be other numbers.
+    most = [torch.full((2,), float(rank + i)) for i in range(3)]
+    dist.all_reduce_coalesced(most, dist.ReduceOp.MAX)
+    assert [t.tolist() for t in most] == [[n - 1.0 + i] * 2 for i in range(3)]
+    with dist._coalescing_manager():
+        for t in most:
+            dist.all_reduce(t.add_(rank), dist.ReduceOp.MIN)
+    assert [t.tolist() for t in most] == [[n - 1.0 + i] * 2 for i in range(3)]
+    with dist._coalescing_manager():
+        for half in halves:
+            source = torch.arange(half.numel() * n) + float(rank)
+            dist.reduce_scatter_tensor(half, source, dist._make_nccl_premul_sum(0.5))
+    for half in halves:
+        source = np.arange(half.numel() * n) * n + total
+        alike(half, 0.5 * source.reshape(n, -1)[rank])
     lists = [[torch.zeros(2) for _ in range(n)], [torch.zeros(1) for _ in range(n)]]
     dist.all_gather_coalesced(lists, [torch.full((2,), float(rank)), torch.full((1,), rank + 0.5)])
     assert [t[0].item() for t in lists[1]] == [r + 0.5 for r in range(n)]
@@ -391,6 +414,15 @@ def messages(job):
         second = torch.zeros(1, dtype=torch.complex64)
         dist.recv(second, n - 1, tag=3)
         assert second.item() == 1 + 2j
+    # Tags say which message is which, whatever the order.
+    if rank == 0:
+        for work in [dist.isend(torch.tensor([tag * 10]), 1, tag=tag) for tag in (1, 2, 3)]:
+            work.wait()
+    elif rank == 1:
+        for tag in (3, 1, 2):
+            number = torch.zeros(1, dtype=torch.int64)
+            dist.recv(number, 0, tag=tag)
+            assert number.item() == tag * 10
     # Objects of any kind.
     things = [None] * n
     dist.all_gather_object(things, {"rank": rank, "text": "x" * (rank * 100)})
@@ -428,6 +460,7 @@ def misuse(job):
     t = torch.ones(4)
     for group in (job.fsdp, job.gloo):  # both refuse, with a RuntimeError, and go on
         refused(lambda: dist.all_gather([torch.zeros(4)] * (n - 1) + [torch.zeros(3)], t, group=group))
+        refused(lambda: dist.all_gather([torch.zeros(4)] * (n - 1) + [torch.zeros(2, 2)], t, group=group))
         refused(lambda: dist.all_gather([torch.zeros(4)] * (n + 1), t, group=group))
         refused(lambda: dist.all_to_all_single(torch.zeros(4), t, [1] * n, [5] * n, group=group))
         refused(lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND, group=group))

@@ -358,6 +358,10 @@ def functional(job):
         assert (funcol.broadcast(t, n - 1, group) == n).all()
         for many in funcol.all_reduce_coalesced([t, t * 2], "sum", group):
             assert many[0, 0] in (total, 2 * total)
+        one, two = funcol.all_gather_into_tensor_coalesced([t[:1], t[:1] + 10], group)
+        assert torch.equal(one[:, 0], torch.arange(1.0, n + 1)) and torch.equal(two, one + 10)
+        one, two = funcol.reduce_scatter_tensor_coalesced([t, t * 2], "sum", [0, 0], group)
+        assert (one == total).all() and (two == 2 * total).all()
         pending = funcol.all_reduce(t, "sum", group)  # perhaps under way
         again = torch.zeros(n, 2).copy_(pending)
         assert (again == total).all()
