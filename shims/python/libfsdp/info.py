@@ -20,7 +20,7 @@ _HOSTS = {
     "numpy": "training with libfsdp.numpy, and arrays in and out",
     "ml_dtypes": "bfloat16 and float8 in NumPy",
     "torch": "the backend 'fsdp' of torch.distributed",
-    "tensorplay": "TensorPlay's tensors in and out",
+    "tensorplay": "the backend 'fsdp' of tensorplay.distributed",
 }
 
 
@@ -97,6 +97,8 @@ def _host(name, use):
     except importlib.metadata.PackageNotFoundError:
         extra = "numpy" if name == "ml_dtypes" else name
         return f"not installed; for {use}: pip install 'libfsdp[{extra}]'"
+    if name == "tensorplay":
+        return f"{version}: {use}, after `import libfsdp.tensorplay`"
     if name != "torch":
         return f"{version}: {use}"
     found = importlib.metadata.entry_points(group="torch.backends", name="fsdp")

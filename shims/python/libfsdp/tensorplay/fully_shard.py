@@ -27,6 +27,8 @@ from ..hosts.api import ShardedModule, UnshardHandle, share_comm_ctx
 from ..hosts.api import register_forward_method as register_fsdp_forward_method
 from ..hosts.fully_shard import check_reshard, shard
 from ..hosts.iteration import state_of
+from . import clip
+from .clip import clip_grad_norm_
 from .host import HOST
 from .ranks import Ranks, default_mesh
 
@@ -37,6 +39,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",
+    "clip_grad_norm_",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",
@@ -153,3 +156,6 @@ def _say_once(text):
     if text not in _said:
         _said.add(text)
         warnings.warn(text, stacklevel=3)
+
+
+clip.replace()

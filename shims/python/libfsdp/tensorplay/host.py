@@ -20,6 +20,7 @@ from ..borrow import _capsule_pointer
 from ..hosts.host import Host
 from ..hosts.state import gather_function
 from ..tensor import shard_extent
+from .clip import mark
 from .tensors import _refusal
 
 _managed = abi.DLManagedTensor.from_address
@@ -93,8 +94,8 @@ class TensorPlayHost(Host):
     def anchor(self):
         return tp.empty(0, requires_grad=True)
 
-    def gather(self, anchor, unit):
-        return self._gather.apply(anchor, unit)
+    def gather(self, anchor, use):
+        return self._gather.apply(anchor, use)
 
     def on_gradient(self, tensor, function):
         tensor.register_hook(function)
@@ -132,6 +133,7 @@ class TensorPlayHost(Host):
         start, length = shard_extent(parameter.shape[placement.dim], ranks.shard_rank, ranks.shard_size)
         with tp.no_grad():
             parameter.data = parameter.detach().narrow(placement.dim, start, length).clone().contiguous()
+        mark(parameter, ranks)
         return parameter
 
     def local(self, parameter):
