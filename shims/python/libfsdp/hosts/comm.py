@@ -92,20 +92,9 @@ class Comm:
             if not state.reduce_grads:
                 self._accumulated = [None if grad is None else grad.clone() for grad in grads]
                 return
-            output = self._scatter(grads)
-            if ranks.replicate_group is not None:
-                if self._partial is not None:
-                    output, self._partial = output + self._partial, None
-                if not state.all_reduce_grads:
-                    self._partial = output
-                    return
-                host.all_reduce(output, ranks.replicate_group)
-                if state.divisor is None:
-                    output.div_(ranks.replicate_size)
-            if state.divisor is not None:
-                output.div_(state.divisor)
-            if self.all_reduce_hook is not None:
-                self.all_reduce_hook(output)
+            output = self._reduced(grads)
+            if output is None:
+                return
             pieces, _ = self._pieces()
             for param, start, shape in pieces:
                 if not param.frozen:
@@ -113,14 +102,33 @@ class Comm:
                     piece = output.narrow(0, start, math.prod(shape)).view(shape).narrow(param.placement.dim, 0, length)
                     param.add_gradient(piece)
 
-    def _scatter(self, grads):
-        """This rank's part of the sum (the mean, where no divisor was set) over the shard dimension, flat."""
+    def _reduced(self, grads):
+        """This rank's part of the reduced gradients, flat; None when it is kept for the next pass."""
+        state, ranks = self._state, self._state.ranks
+        output = self._scatter(grads)
+        if ranks.replicate_group is not None:
+            if self._partial is not None:
+                output, self._partial = output + self._partial, None
+            if not state.all_reduce_grads:
+                self._partial = output
+                return None
+            state.host.all_reduce(output, ranks.replicate_group)
+            if state.divisor is None:
+                output.div_(ranks.replicate_size)
+        if state.divisor is not None:
+            output.div_(state.divisor)
+        if self.all_reduce_hook is not None:
+            self.all_reduce_hook(output)
+        return output
+
+    def _packed(self, grads, comm):
+        """The gradients as such functions want them, and a tensor for this rank's part of their reduction. comm: what
+        allocates them."""
         state, host, ranks = self._state, self._state.host, self._state.ranks
         pieces, total = self._pieces()
         dtype = state.policy.reduce_dtype
         if dtype is None:
             dtype = self._one_dtype((param.full.dtype for param in state.params), "custom reduce-scatter")
-        comm = self.reduce_scatter or host.Buffers
         device = state.params[0].full.device
         whole = comm.allocate((total * ranks.shard_size,), dtype=dtype, device=device)
         output = comm.allocate((total,), dtype=dtype, device=device)
@@ -132,6 +140,12 @@ class Comm:
                     dim = param.placement.dim
                     piece = whole.narrow(0, rank * total + start, math.prod(shape)).view(shape)
                     piece.narrow(dim, 0, length).copy_(host.local(grad).narrow(dim, at, length))
+        return whole, output
+
+    def _scatter(self, grads):
+        """This rank's part of the sum (the mean, where no divisor was set) over the shard dimension, flat."""
+        state, host, ranks = self._state, self._state.host, self._state.ranks
+        whole, output = self._packed(grads, self.reduce_scatter or host.Buffers)
         average = state.divisor is None
         if self.reduce_scatter is None:
             host.reduce_scatter(output, whole, ranks.shard_group, average)

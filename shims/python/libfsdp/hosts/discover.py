@@ -6,6 +6,14 @@ _parameters.
 """
 
 
+HIDDEN = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # modules that wrap another, and are no part of its name
+
+
+def clean(path):
+    """A module's or parameter's path without the wrappers' parts."""
+    return ".".join(part for part in path.split(".") if part not in HIDDEN)
+
+
 def outermost(modules):
     """Those of the modules that are not inside another of them, in order."""
     inside = {id(below) for module in modules for below in module.modules() if below is not module}

@@ -25,9 +25,21 @@ def shard(host, mixin, module, ranks, *, reshard, dim_of, policy, ignored):
     check_modules(host, modules)
     ignored = tuple(ignored or ())
     roots = discover.outermost(modules)
+    params = cut(host, roots, ranks, ignored, dim_of, "fully_shard")
+    state = State(host, roots, params, ranks, reshard, policy)
+    for root in roots:
+        root.__class__ = api.sharded_class(type(root), mixin, host.class_name(type(root)))
+        root.__dict__[ATTRIBUTE] = state
+        host.hook(root, state)
+    return module
+
+
+def cut(host, roots, ranks, ignored, dim_of, caller):
+    """Shard the parameters of modules and those below that no other call has taken: ShardedParameters, which the modules
+    then show. caller: the function that the program called, for messages."""
     managed = discover.managed_modules(roots, lambda other: state_of(other) is not None, ignored)
     places = list(discover.places_of(managed, ignored).values())
-    placements = [_checked(host, parameter, where, dim_of) for parameter, where in places]
+    placements = [_checked(host, parameter, where, dim_of, caller) for parameter, where in places]
     params = []
     for (parameter, where), dim in zip(places, placements):
         shape, dtype = host.whole(parameter)
@@ -38,12 +50,7 @@ def shard(host, mixin, module, ranks, *, reshard, dim_of, policy, ignored):
             setattr(held, _OWNER, type(roots[0]).__name__)
     for param in params:
         param.hide()
-    state = State(host, roots, params, ranks, reshard, policy)
-    for root in roots:
-        root.__class__ = api.sharded_class(type(root), mixin, host.class_name(type(root)))
-        root.__dict__[ATTRIBUTE] = state
-        host.hook(root, state)
-    return module
+    return params
 
 
 def check_modules(host, modules):
@@ -60,20 +67,20 @@ def check_modules(host, modules):
         raise ValueError("fully_shard cannot receive the same module twice")
 
 
-def _checked(host, parameter, where, dim_of):
+def _checked(host, parameter, where, dim_of, caller):
     """The dimension that a parameter is cut along."""
     name = where[0][1]
     owner = getattr(parameter, _OWNER, None)
     if owner is not None:
         raise ValueError(
-            f"parameter {name!r} of {type(where[0][0]).__name__} is managed by an earlier fully_shard already, that of "
+            f"parameter {name!r} of {type(where[0][0]).__name__} is managed by an earlier {caller} already, that of "
             f"{owner}: modules that share a parameter go into one call, as a list or by the module around them"
         )
     host.check_parameter(parameter, name)
     shape, _ = host.whole(parameter)
     if not shape:
         raise ValueError(
-            f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1."
+            f"{caller} doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1."
         )
     dim = dim_of(parameter)
     if not -len(shape) <= dim < len(shape):

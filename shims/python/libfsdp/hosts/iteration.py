@@ -6,6 +6,7 @@ made: one model for all units over the same ranks, so that they take memory slot
 
 from ..errors import InvalidArgument
 from ..unit import Unit
+from . import discover
 
 ATTRIBUTE = "_libfsdp_state"  # of a module that fully_shard was called on
 
@@ -55,13 +56,13 @@ class Iteration:
                         f"FSDP state has already been lazily initialized for {path}: its forward ran by itself before; run "
                         f"forward of {self.root.name}, the outermost module, first"
                     )
-                state.name = path or type(module).__name__
+                state.name = discover.clean(path) or type(module).__name__
                 self.states.append(state)
             named.setdefault(id(module), path)
         for state in self.states:
             for param in state.params:
                 module, attribute = param.places[0]
-                path = named.get(id(module), "")
+                path = discover.clean(named.get(id(module), ""))
                 param.name = f"{path}.{attribute}" if path else attribute
         self.root.is_root = True
         self._check()
@@ -79,7 +80,7 @@ class Iteration:
     def model(self, ranks):
         model = self.models.get(ranks.key)
         if model is None:
-            model = self.models[ranks.key] = ranks.model(self.root.name)
+            model = self.models[ranks.key] = ranks.model(self.root.name, **self.root.model_options)
             self._settings[ranks.key] = [True, True, None]
         return model
 
@@ -97,6 +98,7 @@ class Iteration:
             {name: param.meta() for name, param in zip(names, state.params)},
             frozen=[name for name, param in zip(names, state.params) if param.frozen],
             dim={name: param.placement.dim for name, param in zip(names, state.params)},
+            strategy=state.strategy,
             precision=state.precision(),
             reshard_after_forward=state.reshard if state.reshard is not None else state is not self.root,
         )
@@ -122,8 +124,7 @@ class Iteration:
             if self.broken or (self.in_backward and state is self.root):
                 self.reset()
             self.forward_root, self.depth = state, 1
-            if not self.in_backward:
-                self._settle()
+            self.settle()
         elif self.forward_root is state:
             self.depth += 1
 
@@ -139,8 +140,11 @@ class Iteration:
             self.broken = True
         self.forward_root, self.depth = None, 0
 
-    def _settle(self):
-        """Between iterations programs write shards, put other values or tensors in their place, freeze and thaw."""
+    def settle(self):
+        """Between iterations programs write shards, put other values or tensors in their place, freeze and thaw. Does
+        nothing in backward."""
+        if self.in_backward:
+            return
         for state in self.states:
             unit = state.unit
             if unit is None or state.by_hand:
@@ -183,6 +187,10 @@ class Iteration:
             return
         self.in_backward = True
         self.host.at_end_of_backward(self._finish)
+        self.settle_gradients()
+
+    def settle_gradients(self):
+        """The library's sharded gradients hold what `.grad` holds, of all parameters."""
         for each in self.states:
             if each.unit is None:
                 continue

@@ -41,15 +41,15 @@ class Ranks:
         self._shard_group = None  # the library's, of the shard dimension
         self.key = (self._ranks, self.shard_size, self.replicate_size)
 
-    def model(self, name):
+    def model(self, name, **options):
         """A libfsdp.Model over these ranks. Collective."""
         group = self._group()
         if not self.shards:
-            return Model(group, name, strategy="no_shard")
+            return Model(group, name, strategy="no_shard", **options)
         if self.replicate_size == 1:
-            return Model(group, name)
+            return Model(group, name, **options)
         mesh = Mesh(group, {"replicate": self.replicate_size, "shard": self.shard_size})
-        return Model(mesh, name, strategy="hybrid_shard")
+        return Model(mesh, name, strategy="hybrid_shard", **options)
 
     def over_shards(self):
         """The library's group of the ranks that hold the shards of one replica. Collective over all the first time."""

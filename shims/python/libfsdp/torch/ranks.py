@@ -20,25 +20,33 @@ from .work import seconds
 
 
 class Ranks:
-    """Of a mesh of one dimension (shards), or of two (replicas, shards)."""
+    """Of a mesh of one dimension (shards), or of two (replicas, shards).
 
-    def __init__(self, mesh):
-        self.mesh = mesh
+    shards: False, on one dimension: all of its ranks are replicas, for units whose strategy is "no_shard". They may share
+    a model with units that are sharded over the same ranks.
+    """
+
+    def __init__(self, mesh, shards=True):
+        self.mesh, self.shards = mesh, shards
         self.shard_group = mesh.get_group(mesh.ndim - 1)
         self.replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
         self.shard_size, self.shard_rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         self.replicate_size = mesh.size(0) if mesh.ndim == 2 else 1
+        self._group = self.shard_group
         self._ranks = tuple(mesh.mesh.flatten().tolist())
         self.key = (self._ranks, mesh.ndim, self.replicate_size)
+        if not shards:
+            self.replicate_group, self.replicate_size = self.shard_group, self.shard_size
+            self.shard_group, self.shard_size, self.shard_rank = None, 1, 0
 
-    def model(self, name):
+    def model(self, name, **options):
         """A libfsdp.Model over these ranks. Collective."""
         try:
             if self.mesh.ndim == 1:
-                return Model(_group_of(self.shard_group, self._ranks), name)
+                return Model(_group_of(self._group, self._ranks), name, **options)
             group = _group_of(None, self._ranks)
             mesh = Mesh(group, {"replicate": self.replicate_size, "shard": self.shard_size})
-            return Model(mesh, name, strategy="hybrid_shard")
+            return Model(mesh, name, strategy="hybrid_shard", **options)
         except FsdpError as error:
             raise in_torch(error) from None
 
