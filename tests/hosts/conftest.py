@@ -51,7 +51,7 @@ def hosted(request, tmp_path):
         n,
         worker,
         *arguments,
-        timeout=60,
+        timeout=100,
         check=True,
         limit=20,
         before=True,

@@ -54,12 +54,13 @@ both = pytest.mark.parametrize("launcher", LAUNCHERS)
 
 @pytest.fixture
 def job(installed, tmp_path):
-    """The command line and environment of PROGRAM in some mode on n ranks; afterwards no process of it is there."""
+    """The command line and environment of PROGRAM in some mode on n ranks, with a timeout of the group in seconds;
+    afterwards no process of it is there."""
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     marker = f"LAUNCHED_BY={uuid.uuid4()}"
 
-    def command(launcher, n, mode, *options, timeout=60):
+    def command(launcher, n, mode, *options, timeout=600):
         first, *rest, count = LAUNCHERS[launcher]
         environment = installed | {"TIMEOUT": str(timeout)} | dict([marker.split("=")])
         return [first, *rest, *options, count, str(n), str(path), mode], environment
@@ -86,9 +87,7 @@ def having(marker):
 
 def run(job, *arguments, **options):
     command, environment = job(*arguments, **options)
-    begin = time.monotonic()
-    done = run_python(*command, timeout=60, env=environment)
-    return done, time.monotonic() - begin
+    return run_python(*command, timeout=110, env=environment)  # far less than a group's timeout, where it is not given
 
 
 # ---- How programs find it --------------------------------------------------------------------------------------------
@@ -115,13 +114,13 @@ def test_a_program_that_does_not_import_libfsdp_finds_the_backend(installed):
 
 @both
 def test_a_program_without_import_of_libfsdp_runs_and_may_end_without_destroy(job, launcher):
-    done, _ = run(job, launcher, 2, "plain")
+    done = run(job, launcher, 2, "plain")
     assert done.returncode == 0 and done.stdout.count("done plain") == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_torchrun_restarts_the_ranks(job):
-    done, _ = run(job, "torchrun", 2, "restart", "--max-restarts=1")
+    done = run(job, "torchrun", 2, "restart", "--max-restarts=1")
     assert done.returncode == 0 and done.stdout.count("done restart") == 2, done.stdout + done.stderr
     assert done.stdout.count("met") == 4
 
@@ -166,8 +165,8 @@ def test_ranks_meet_by_any_address_that_torch_knows(hosted, tmp_path):
 
 @both
 def test_a_rank_that_raises_is_named_with_its_reason(job, launcher):
-    done, took = run(job, launcher, 2, "raise")
-    assert done.returncode == 1 and took < 40
+    done = run(job, launcher, 2, "raise")
+    assert done.returncode == 1
     assert "Aborted: " in done.stderr
     assert "rank 1 ended with ValueError: a mistake in the program" in done.stderr, done.stderr
     if launcher == "libfsdp.run":
@@ -176,15 +175,15 @@ def test_a_rank_that_raises_is_named_with_its_reason(job, launcher):
 
 @both
 def test_a_rank_that_is_killed_is_named(job, launcher):
-    done, took = run(job, launcher, 2, "kill")
-    assert done.returncode != 0 and took < 40
+    done = run(job, launcher, 2, "kill")
+    assert done.returncode != 0
     assert "PeerLost: " in done.stderr and "rank 1 (process" in done.stderr, done.stderr
 
 
 @both
 def test_a_rank_that_hangs_is_named_after_the_timeout(job, launcher):
-    done, took = run(job, launcher, 2, "hang", timeout=3)
-    assert done.returncode != 0 and took < 45
+    done = run(job, launcher, 2, "hang", timeout=3)
+    assert done.returncode != 0
     assert "Timeout: " in done.stderr and "not called by rank 1" in done.stderr, done.stderr
 
 
@@ -203,8 +202,8 @@ def test_ctrl_c_ends_a_job_that_waits(job, launcher):
         time.sleep(0.5)  # rank 0 waits for rank 1 by then
         begin = time.monotonic()
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=40)
-        assert process.returncode != 0 and time.monotonic() - begin < 35
+        process.communicate(timeout=60)
+        assert process.returncode != 0 and time.monotonic() - begin < 50
     finally:
         process.kill()
         process.communicate()
@@ -241,9 +240,8 @@ def test_a_wait_for_work_answers_ctrl_c_at_once(hosted):
 
 
 def test_a_rank_may_end_while_a_message_of_it_is_pending(job):
-    done, took = run(job, "libfsdp.run", 2, "pending")
+    done = run(job, "libfsdp.run", 2, "pending")
     assert done.returncode == 0 and done.stdout.count("done pending") == 2, done.stdout + done.stderr
-    assert took < 40
 
 
 # ---- Processes of a rank ---------------------------------------------------------------------------------------------
