@@ -10,6 +10,7 @@
   iteration.py   what the units of one root share: the library's models, where forward and backward begin and end
   api.py         the methods that a sharded module has
   tree.py        tensors in nested arguments and results
+  comm.py        what programs put in place of the library's communication
 
 The life of a unit. `fully_shard` cuts the parameters and puts this rank's shards in the module. The first forward of the
 outermost module finds out which units belong together, makes the library's units and moves the shards into their
@@ -23,6 +24,8 @@ memory. From then on, around each forward:
 
 Because gradients come from an autograd function and not from hooks on parameters, a module may be called twice before
 backward, two graphs may be alive at a time, and a part of them may be computed again (activation checkpointing).
+
+Without this core, an adapter is what shims/python/examples/adapter.py shows in under 100 lines.
 
 Threads: forward and backward of one root run on one thread at a time, as the library's models ask for.
 """

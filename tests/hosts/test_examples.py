@@ -1,0 +1,22 @@
+"""The example programs for hosts, run as their users would."""
+
+import pytest
+from conftest import ROOT, run_python
+
+pytest.importorskip("torch", reason="torch is not installed here; ci/test hosts makes a venv that has it")
+
+ADAPTER = ROOT / "shims" / "python" / "examples" / "adapter.py"
+
+
+def losses(n):
+    done = run_python("-m", "libfsdp.run", "-n", n, ADAPTER)
+    assert done.returncode == 0, done.stderr
+    return [float(line.split()[-1]) for line in done.stdout.splitlines()]
+
+
+def test_the_adapter_of_a_page_trains_alike_on_any_number_of_ranks():
+    assert len(ADAPTER.read_text().splitlines()) < 100
+    alone, two, three = losses(1), losses(2), losses(3)
+    assert len(two) == 2 and len(three) == 3
+    for loss in (*two, *three):
+        assert abs(loss - alone[0]) <= 2e-6
