@@ -3,9 +3,10 @@
 A group of torch's own is C++, and hands each call to an operator of torch.ops.c10d: CommDebugMode counts those,
 FakeTensorMode answers for them without communication, and a subclass with `__torch_dispatch__` may take its tensor
 apart. A Python group is called directly. So while a mode is on (`watched`), each method here calls its base class
-instead (`via(super())`), which is C++ and goes that way; below all modes the operator's kernel for host memory is reached, and that
-looks for a C++ backend. `_install` puts kernels in its place that call our method for groups of ours, and for all
-others the kernel that was there.
+instead (`via(super())`), which is C++ and goes that way: pybind11 sees that the call comes from the method that it
+would call. Below all modes the operator's kernel for host memory is reached, and that looks for a C++ backend.
+`_install` puts kernels in its place that call our method for groups of ours, and for all others the kernel that was
+there.
 
 They are put there when a mode first sees a group of ours, and stay: a process without modes has torch's kernels as they
 were. PREMUL_SUM, whose factor the operators lose, is applied to the inputs before.
@@ -24,9 +25,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .arguments import reducing, scaled
 
 _c10d = torch._C._distributed_c10d
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 _lock = threading.Lock()
 _library = None  # the torch.library.Library that holds our kernels
-_running = threading.local()  # .work: the last Work that a kernel made on this thread; C++ does not keep its Python half
+_running = threading.local()  # .work: the last Work of a kernel on this thread; C++ does not keep its Python half
 
 
 watched = _len_torch_dispatch_stack  # how many dispatch modes are on, on this thread
@@ -103,12 +105,12 @@ def _reduce(group, tensors, op, root, root_tensor, async_op=True, timeout=-1):
 
 def _reduce_scatter_base(group, output, input, op, async_op=True, timeout=-1):
     opts = _options("ReduceScatterOptions", async_op, timeout, reduceOp=_op(op))
-    return group._reduce_scatter_base(output, input, opts)
+    return group._reduce_scatter_tensor(output, input, opts)
 
 
 def _reduce_scatter_coalesced(group, outputs, inputs, op, async_op=True, timeout=-1):
     opts = _options("ReduceScatterOptions", async_op, timeout, reduceOp=_op(op))
-    return group.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+    return group._reduce_scatter_tensors(outputs, inputs, opts)
 
 
 def _reduce_scatter(group, outputs, inputs, op, async_op=True, timeout=-1):
@@ -116,7 +118,7 @@ def _reduce_scatter(group, outputs, inputs, op, async_op=True, timeout=-1):
 
 
 def _all_gather_base(group, output, input, async_op=True, timeout=-1):
-    return group._allgather_base(output, input, _options("AllgatherOptions", async_op, timeout))
+    return group._all_gather_tensor(output, input, _options("AllgatherOptions", async_op, timeout))
 
 
 def _all_gather(group, outputs, inputs, async_op=True, timeout=-1):
@@ -128,7 +130,7 @@ def _all_gather_coalesced(group, outputs, inputs, async_op=True):
 
 
 def _all_gather_into_coalesced(group, outputs, inputs, async_op=True):
-    return group.allgather_into_tensor_coalesced(outputs, inputs, _options("AllgatherOptions", async_op))
+    return group._all_gather_tensors(outputs, inputs, _options("AllgatherOptions", async_op))
 
 
 def _broadcast(group, tensors, root, root_tensor, async_op=True, timeout=-1):
@@ -137,6 +139,10 @@ def _broadcast(group, tensors, root, root_tensor, async_op=True, timeout=-1):
 
 def _gather(group, outputs, inputs, root, async_op=True, timeout=-1):
     return group.gather(outputs, inputs, _options("GatherOptions", async_op, timeout, rootRank=root))
+
+
+def _gather_tensor(group, output, input, root, async_op=True, timeout=-1):
+    return group.gather_single(output, input, _options("GatherOptions", async_op, timeout, rootRank=root))
 
 
 def _scatter(group, outputs, inputs, root, async_op=True, timeout=-1):
@@ -148,7 +154,7 @@ def _all_to_all(group, outputs, inputs, async_op=True, timeout=-1):
 
 
 def _all_to_all_base(group, output, input, received, sent, async_op=True, timeout=-1):
-    return group.alltoall_base(output, input, received, sent, _options("AllToAllOptions", async_op, timeout))
+    return group._all_to_all_tensor(output, input, received, sent, _options("AllToAllOptions", async_op, timeout))
 
 
 def _barrier(group, tensor, device_ids, async_op=True, timeout=-1):
@@ -184,6 +190,7 @@ _KERNELS = {
     "allgather_into_tensor_coalesced_": _all_gather_into_coalesced,
     "broadcast_": _broadcast,
     "gather_": _gather,
+    "gather_into_tensor_": _gather_tensor,
     "scatter_": _scatter,
     "alltoall_": _all_to_all,
     "alltoall_base_": _all_to_all_base,
@@ -223,9 +230,10 @@ def _install():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that kernels are replaced, which is what this is for
             for name, ours in _KERNELS.items():
-                operator = getattr(torch.ops.c10d, name, None)
-                if operator is not None:
-                    before = torch.library.get_kernel(f"c10d::{name}", "CPU")
-                    kernel = _kernel(operator.default._schema, ours, before)
-                    library.impl(name, kernel, "CPU", with_keyset=True)
+                operator = f"c10d::{name}"
+                for key in ("CPU", "SparseCPU"):
+                    if hasattr(torch.ops.c10d, name) and _has_kernel(operator, key):
+                        schema = getattr(torch.ops.c10d, name).default._schema
+                        kernel = _kernel(schema, ours, torch.library.get_kernel(operator, key))
+                        library.impl(name, kernel, key, with_keyset=True)
         _library = library

@@ -1,4 +1,4 @@
-"""The operations of a process group, as torch calls them: what was asked for is read here and done by hosts.Collectives.
+"""The operations of a process group, as torch calls them: what was asked for is read here; hosts.Collectives does it.
 
 torch calls a Python process group in three ways, and all end here: its functions with an options object
 (`allreduce([t], opts)`), code that has the group in hand with the short forms of the C++ binding (`allreduce(t,
@@ -23,8 +23,8 @@ _AllreduceOptions = dist.AllreduceOptions
 
 
 class Operations:
-    """The part of a ProcessGroup that communicates. `_operations` is its hosts.Collectives, `_pointer` the library's
-    group as a c_void_p."""
+    """The part of a ProcessGroup that communicates; what is on whole tensors is called by names.py. `_operations` is its
+    hosts.Collectives, `_pointer` the library's group as a c_void_p."""
 
     # ---- Reductions --------------------------------------------------------------------------------------------------
 
@@ -64,20 +64,16 @@ class Operations:
         input = None if factor is None else scaled(tensor, factor)
         return self._operations.reduce(tensor, root, code, wait, limit, input)
 
-    def _reduce_scatter_base(self, output, input, opts=None, timeout=None):
+    def _reduce_scatter_tensor(self, output, input, opts=None, timeout=None):
         code, factor, wait, limit = reducing(opts, None, timeout)
-        if watched():
-            return via(super())._reduce_scatter_base(*given(output, scaled(input, factor), summing(opts), timeout))
         if wait and limit is factor is None and input.numel() == output.numel() * self._operations.size:
             if self._at_once(quick.lib.fsdp_reduce_scatter, input, output, code):
                 return DONE
         return self._operations.reduce_scatter_tensor(output, scaled(input, factor), code, wait, limit)
 
-    def reduce_scatter_tensor_coalesced(self, outputs, inputs, opts=None):
+    def _reduce_scatter_tensors(self, outputs, inputs, opts=None):
         code, factor, wait, limit = reducing(opts)
         inputs = [scaled(input, factor) for input in inputs]
-        if watched():
-            return via(super()).reduce_scatter_tensor_coalesced(*given(outputs, inputs, summing(opts)))
         return self._operations.reduce_scatter_tensor_coalesced(outputs, inputs, code, wait, limit)
 
     def reduce_scatter(self, outputs, inputs, opts=None, timeout=None, *, op=None):
@@ -91,9 +87,7 @@ class Operations:
 
     # ---- All-gather --------------------------------------------------------------------------------------------------
 
-    def _allgather_base(self, output, input, opts=None, timeout=None):
-        if watched():
-            return via(super())._allgather_base(*given(output, input, opts, timeout))
+    def _all_gather_tensor(self, output, input, opts=None, timeout=None):
         wait, limit = called(opts, timeout)
         if wait and limit is None and output.dtype is input.dtype:
             if output.numel() == input.numel() * self._operations.size:
@@ -101,9 +95,7 @@ class Operations:
                     return DONE
         return self._operations.all_gather_tensor(output, input, wait, limit)
 
-    def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):
-        if watched():
-            return via(super()).allgather_into_tensor_coalesced(*given(outputs, inputs, opts))
+    def _all_gather_tensors(self, outputs, inputs, opts=None):
         return self._operations.all_gather_tensor_coalesced(outputs, inputs, *called(opts))
 
     def allgather(self, outputs, inputs, opts=None, timeout=None):
@@ -145,10 +137,7 @@ class Operations:
 
     # ---- All to all --------------------------------------------------------------------------------------------------
 
-    def alltoall_base(self, output, input, output_split_sizes, input_split_sizes, opts=None, timeout=None):
-        if watched():
-            sizes = output_split_sizes, input_split_sizes
-            return via(super()).alltoall_base(*given(output, input, *sizes, opts, timeout))
+    def _all_to_all_tensor(self, output, input, output_split_sizes, input_split_sizes, opts=None, timeout=None):
         return self._operations.all_to_all_tensor(
             output, input, output_split_sizes, input_split_sizes, *called(opts, timeout)
         )

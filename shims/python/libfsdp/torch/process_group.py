@@ -11,6 +11,7 @@ from .. import abi
 from ..errors import FsdpError
 from ..hosts.collectives import Collectives
 from .errors import in_torch
+from .names import Names
 from .operations import Operations
 from .options import group_options
 from .rendezvous import meet
@@ -18,7 +19,7 @@ from .tensors import MEMORY
 from .work import DONE, Work, seconds
 
 
-class ProcessGroup(Operations, dist.ProcessGroup):
+class ProcessGroup(Operations, Names, dist.ProcessGroup):
     """A group of the backend "fsdp". Made by init_process_group, new_group and init_device_mesh."""
 
     backend = "fsdp"
@@ -68,10 +69,6 @@ class ProcessGroup(Operations, dist.ProcessGroup):
 
     def get_group_store(self):
         return self._torch_store
-
-    @property
-    def _device_types(self):
-        return [torch.device("cpu")]
 
     def _get_backend(self, device):
         if torch.device(device).type != "cpu":
