@@ -695,11 +695,17 @@ typedef struct fsdp_param_info {
     DLDataType grad_dtype; /* of the sharded gradient */
     int32_t frozen;
     int32_t tied_to; /* index of the earlier entry that this one is tied to, or -1 */
-    int32_t reserved;
+    int32_t used;    /* see fsdp_unit_used */
 } fsdp_param_info;
 
 /* What parameter `index` is, and which part of it this rank holds; never communicates. */
 FSDP_API fsdp_status fsdp_unit_param_query(fsdp_unit *unit, int32_t index, fsdp_param_info *info);
+/* used: n numbers, one for each parameter of the unit. 1: some rank, replicas included, gave a gradient of it to the
+ * reductions since its sharded gradient last became zeros, or to what was accumulated and is in them; 0: none did, so
+ * the gradient is zeros and optimizers may skip the parameter; also for frozen ones. The same on all ranks that zeroed
+ * alike. Defined after fsdp_model_finish_backward; never communicates. (In a unit of more than 15872 parameters, those
+ * beyond count as used by every reduction.) */
+FSDP_API fsdp_status fsdp_unit_used(fsdp_unit *unit, int32_t *used, int32_t n);
 
 /* The first three hooks. Before the unit's forward: as fsdp_unit_unshard. What the optimizer, a checkpoint or the host
  * itself wrote to the shards before is seen; but a unit that is still full (kept so after forward, or unsharded by
@@ -774,6 +780,9 @@ typedef struct fsdp_unit_info {
     int64_t reduced_bytes;    /* gradient bytes this rank gave to reductions over the shard dimension, NULL ones too */
     int64_t replicated_bytes; /* and over the replicas */
     char name[64];
+    int32_t gradient_sync; /* as fsdp_unit_set_gradient_sync, or the model's, set it last */
+    int32_t all_reduce;
+    double gradient_divisor;
 } fsdp_unit_info;
 /* The unit's settings and counts; never communicates. */
 FSDP_API fsdp_status fsdp_unit_query(fsdp_unit *unit, fsdp_unit_info *info);
@@ -793,6 +802,20 @@ FSDP_API fsdp_status fsdp_unit_set_reshard_after_forward(fsdp_unit *unit, int32_
 /* 0: post_backward leaves the unit full, for the next micro-batch; fsdp_model_finish_backward reshards it. 1: the
  * default. */
 FSDP_API fsdp_status fsdp_unit_set_reshard_after_backward(fsdp_unit *unit, int32_t reshard);
+/* As fsdp_model_set_gradient_sync and the others, for this unit only, until the model's is called. They count for
+ * following post_backward calls, and may change between any two. */
+FSDP_API fsdp_status fsdp_unit_set_gradient_sync(fsdp_unit *unit, int32_t sync);
+FSDP_API fsdp_status fsdp_unit_set_all_reduce(fsdp_unit *unit, int32_t all_reduce);
+FSDP_API fsdp_status fsdp_unit_set_gradient_divisor(fsdp_unit *unit, double divisor);
+
+/* The sharded gradient of parameter `index` (-1: of all of the unit) counts as zeros from now on, as
+ * fsdp_model_zero_grad does for all. What was accumulated without sync, and what HYBRID kept with all-reduce off, stays
+ * and is in the next reduction; so does a failure. Waits for the unit's reductions under way, whose failure it returns,
+ * the gradient being zeros all the same. Never communicates, and ranks may zero differently: each what it holds itself
+ * (with replicas, each sums a slice for all, so that a slice is as the rank that sums it has it); but while a
+ * reduction of the unit that was given a `work` goes on, all ranks call it or none. Nothing happens to a frozen one.
+ * What fsdp_model_zero_grad says of tensors from before is true here too. */
+FSDP_API fsdp_status fsdp_unit_zero_grad(fsdp_unit *unit, int32_t index);
 
 /* Call valid(unit, user) when the unit's full parameters have become valid (after an asynchronous unshard: in the next
  * call on the unit), and invalid(unit, user) when they are about
@@ -1107,6 +1130,11 @@ struct fsdp_api {
     fsdp_status (*model_broadcast)(fsdp_model *model, const DLTensor *const *tensors, int32_t n);
     fsdp_status (*group_set_timeout)(fsdp_group *group, int64_t timeout_ms);
     fsdp_status (*set_thread_timeout)(int64_t timeout_ms);
+    fsdp_status (*unit_used)(fsdp_unit *unit, int32_t *used, int32_t n);
+    fsdp_status (*unit_set_gradient_sync)(fsdp_unit *unit, int32_t sync);
+    fsdp_status (*unit_set_all_reduce)(fsdp_unit *unit, int32_t all_reduce);
+    fsdp_status (*unit_set_gradient_divisor)(fsdp_unit *unit, double divisor);
+    fsdp_status (*unit_zero_grad)(fsdp_unit *unit, int32_t index);
 };
 /* generated: end */
 /* clang-format on */

@@ -27,7 +27,7 @@
 #define ABI_LAST_fsdp_precision keep_inputs
 #define ABI_LAST_fsdp_model_options offload_dir
 #define ABI_LAST_fsdp_param id
-#define ABI_LAST_fsdp_param_info reserved
+#define ABI_LAST_fsdp_param_info used
 #define ABI_LAST_fsdp_unit_options precision
 #define ABI_LAST_fsdp_unit_info name
 #define ABI_LAST_fsdp_memory_info replicated_bytes

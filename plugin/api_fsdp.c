@@ -271,6 +271,13 @@ fsdp_status fsdp_unit_param_query(fsdp_unit *unit, int32_t index, fsdp_param_inf
     return ABI_WRITE(fsdp_param_info, info, &now);
 }
 
+fsdp_status fsdp_unit_used(fsdp_unit *unit, int32_t *used, int32_t n)
+{
+    CHECK_UNIT(unit);
+    CHECK_OUT(used);
+    return unit_used(unit, used, n);
+}
+
 fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit)
 {
     CHECK_UNIT(unit);
@@ -372,6 +379,30 @@ fsdp_status fsdp_unit_set_reshard_after_backward(fsdp_unit *unit, int32_t reshar
     CHECK_ARG(reshard == 0 || reshard == 1, "reshard is %d: 0 or 1", reshard);
     unit->keep_after_backward = !reshard;
     return FSDP_OK;
+}
+
+fsdp_status fsdp_unit_set_gradient_sync(fsdp_unit *unit, int32_t sync)
+{
+    CHECK_UNIT(unit);
+    return unit_set_gradient_sync(unit, sync);
+}
+
+fsdp_status fsdp_unit_set_all_reduce(fsdp_unit *unit, int32_t all_reduce)
+{
+    CHECK_UNIT(unit);
+    return unit_set_all_reduce(unit, all_reduce);
+}
+
+fsdp_status fsdp_unit_set_gradient_divisor(fsdp_unit *unit, double divisor)
+{
+    CHECK_UNIT(unit);
+    return HOLDING(unit, unit_set_gradient_divisor(unit, divisor));
+}
+
+fsdp_status fsdp_unit_zero_grad(fsdp_unit *unit, int32_t index)
+{
+    CHECK_UNIT(unit);
+    return HOLDING(unit, unit_zero_grad(unit, index));
 }
 
 fsdp_status fsdp_unit_set_callbacks(fsdp_unit *unit, fsdp_unit_fn valid, fsdp_unit_fn invalid, void *user)

@@ -71,6 +71,9 @@ struct param {
     char *shard, *grad;         /* within the unit's blocks; NULL when empty */
     char *accumulated;          /* unsharded gradients that were not synced; kept for the next time */
     int32_t accumulating;       /* it holds some */
+    int32_t stale;              /* the sharded gradient counts as zeros, whatever is there: see grads_clear */
+    atomic_int used;            /* some rank gave one to what was reduced since it was zeros; written by reductions */
+    int32_t partial_used;       /* HYBRID: the same of the partial sums */
 };
 
 /* One that the host gave; two may be the same parameter (tied). */
@@ -173,6 +176,9 @@ void model_forget_awaiting(fsdp_model *model);
 fsdp_status model_set_gradient_sync(fsdp_model *model, int32_t sync);
 fsdp_status model_set_all_reduce(fsdp_model *model, int32_t all_reduce);
 fsdp_status model_set_gradient_divisor(fsdp_model *model, double divisor);
+fsdp_status unit_set_gradient_sync(fsdp_unit *unit, int32_t sync);
+fsdp_status unit_set_all_reduce(fsdp_unit *unit, int32_t all_reduce);
+fsdp_status unit_set_gradient_divisor(fsdp_unit *unit, double divisor);
 fsdp_status model_finish_backward(fsdp_model *model);
 fsdp_status model_zero_grad(fsdp_model *model);
 fsdp_status model_reset(fsdp_model *model);
@@ -223,7 +229,7 @@ struct fsdp_unit {
     char *partials;          /* HYBRID: sums over the shard dimension that wait for the other; made when first needed */
     size_t partial_bytes;
     int32_t has_partials; /* they hold some: on all ranks alike */
-    int32_t stale_grads;  /* the sharded gradients count as zeros, whatever is there: see grads_clear */
+    int32_t stale_grads;  /* some parameter's `stale` is set */
 
     char *full;        /* view of the slot last taken; one address for life. NULL: empty, or aliased */
     size_t full_bytes; /* of all parameters with their alignment */
@@ -274,6 +280,7 @@ fsdp_status unit_memory(fsdp_unit *unit);
 enum unit_tensor { UNIT_SHARD, UNIT_FULL, UNIT_GRAD };
 fsdp_status unit_tensor(fsdp_unit *unit, int32_t index, enum unit_tensor which, DLManagedTensorVersioned **out);
 fsdp_status unit_param_query(fsdp_unit *unit, int32_t index, fsdp_param_info *info);
+fsdp_status unit_used(const fsdp_unit *unit, int32_t *used, int32_t n);
 void unit_query(fsdp_unit *unit, fsdp_unit_info *info);
 fsdp_status unit_check_index(const fsdp_unit *unit, int32_t index);
 fsdp_status unit_set_frozen(fsdp_unit *unit, int32_t index, int32_t frozen);
@@ -326,7 +333,10 @@ fsdp_status unit_reduce(fsdp_unit *unit, const DLTensor *const *grads, int32_t n
 /* Wait for an asynchronous reduction, if one is under way. */
 fsdp_status unit_settle(fsdp_unit *unit);
 fsdp_status model_replicate(fsdp_model *model); /* begin what waits for its turn */
-void unit_zero_grad(fsdp_unit *unit);
+/* The sharded gradient of one parameter, -1: of all, counts as zeros; what was accumulated stays. */
+fsdp_status unit_zero_grad(fsdp_unit *unit, int32_t index);
+/* All sharded gradients count as zeros, and what was accumulated is dropped. */
+void grads_drop(fsdp_unit *unit);
 /* Gradients that count as zeros become zeros, before anyone reads or adds to them. Clearing is put off since most are
  * overwritten by the first reduction. */
 void grads_clear(fsdp_unit *unit);

@@ -292,7 +292,30 @@ fsdp_unit *units_find(fsdp_model *model, int64_t number)
     return unit;
 }
 
-/* ---- settings of all units */
+/* ---- settings of gradients: of one unit, and of all */
+
+fsdp_status unit_set_gradient_sync(fsdp_unit *unit, int32_t sync)
+{
+    CHECK_ARG(sync == 0 || sync == 1, "sync is %d: 0 or 1", sync);
+    unit->sync = sync;
+    return FSDP_OK;
+}
+
+fsdp_status unit_set_all_reduce(fsdp_unit *unit, int32_t all_reduce)
+{
+    CHECK_ARG(all_reduce == 0 || all_reduce == 1, "all_reduce is %d: 0 or 1", all_reduce);
+    unit->all_reduce = all_reduce;
+    return FSDP_OK;
+}
+
+fsdp_status unit_set_gradient_divisor(fsdp_unit *unit, double divisor)
+{
+    fsdp_model *model = unit->model;
+    TRY(check_divisor("divisor", divisor));
+    if (model->awaiting == unit) (void)model_replicate(model); /* as in model_set_gradient_divisor */
+    unit->divisor = divisor != 0 ? divisor : model->group->size;
+    return FSDP_OK;
+}
 
 fsdp_status model_set_gradient_sync(fsdp_model *model, int32_t sync)
 {
@@ -401,7 +424,7 @@ fsdp_status model_zero_grad(fsdp_model *model)
         fsdp_status status = unit_settle(units.at[i]);
         if (status != FSDP_OK && first == FSDP_OK) err_save(&failure);
         if (first == FSDP_OK) first = status;
-        unit_zero_grad(units.at[i]);
+        grads_drop(units.at[i]);
     }
     units_drop(&units);
     return first == FSDP_OK ? FSDP_OK : err_restore(&failure);
@@ -475,7 +498,7 @@ fsdp_status model_reset(fsdp_model *model)
         fsdp_unit *unit = units.at[i];
         unit->viewed = unit->publication = unit->chunked = 0;
         unit_free_gradients(unit);
-        unit_zero_grad(unit);
+        grads_drop(unit);
     }
     units_drop(&units);
     meetings[n++].group = group;

@@ -199,9 +199,19 @@ fsdp_status unit_param_query(fsdp_unit *unit, int32_t index, fsdp_param_info *in
                               .full_dtype = dtype_to_dl(p->full_type),
                               .grad_dtype = dtype_to_dl(p->grad_type),
                               .frozen = p->frozen,
-                              .tied_to = -1};
+                              .tied_to = -1,
+                              .used = atomic_load_explicit(&p->used, memory_order_relaxed)};
     for (int32_t i = 0; i < index && info->tied_to < 0; i++)
         if (unit->entries[i].param == entry->param) info->tied_to = i;
+    return FSDP_OK;
+}
+
+fsdp_status unit_used(const fsdp_unit *unit, int32_t *used, int32_t n)
+{
+    CHECK_ARG(n == unit->n_entries, "n is %d, but unit '%s' has %d parameters: give room for each", n, unit->name,
+              unit->n_entries);
+    for (int32_t k = 0; k < n; k++)
+        used[k] = atomic_load_explicit(&unit->params[unit->entries[k].param].used, memory_order_relaxed);
     return FSDP_OK;
 }
 
@@ -233,6 +243,8 @@ fsdp_status unit_set_frozen(fsdp_unit *unit, int32_t index, int32_t frozen)
     TRY(unit_settle(unit));
     grads_clear(unit);
     p->frozen = frozen;
+    p->partial_used = 0;
+    atomic_store_explicit(&p->used, 0, memory_order_relaxed);
     gradient_drop(unit, p);
     if (frozen && p->accumulated) {
         os_unmap(p->accumulated, (size_t)p->count * dtype_size(param_wide(p->full_type)));

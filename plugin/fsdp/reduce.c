@@ -2,7 +2,8 @@
  *
  * Each rank owns its part of every parameter and reduces all ranks' gradients for it, in rank order, into what its
  * sharded gradient already holds: sum, divided, added, rounded once. A parameter without a gradient on some rank counts
- * as zeros there, so ranks may differ in what they used. Frozen parameters take no part.
+ * as zeros there, so ranks may differ in what they used; with each reduction they tell each other, so that all know
+ * which parameters any of them used. Frozen parameters take no part.
  *
  * Replicas. Where nothing is sharded, every replica reduces a slice of each gradient into its own, and then all send
  * their slices to the others: so the result is rounded once, and the same bits on all. With both dimensions (hybrid) a
@@ -47,24 +48,71 @@ void unit_free_gradients(fsdp_unit *unit)
     unit->partials = NULL;
 }
 
+/* ---- gradients that count as zeros */
+
+static void grads_mark(fsdp_unit *unit, int32_t stale)
+{
+    unit->stale_grads = stale;
+    for (int32_t i = 0; i < unit->n_params; i++) unit->params[i].stale = stale;
+}
+
 void grads_clear(fsdp_unit *unit)
 {
     if (!unit->stale_grads) return;
-    unit->stale_grads = 0;
     for (int32_t i = 0; i < unit->n_params; i++) {
         const struct param *p = &unit->params[i];
-        if (!p->frozen && p->grad) memset(p->grad, 0, (size_t)p->shard_count * dtype_size(p->grad_type));
+        if (p->stale && !p->frozen && p->grad) memset(p->grad, 0, (size_t)p->shard_count * dtype_size(p->grad_type));
     }
+    grads_mark(unit, 0);
 }
 
-void unit_zero_grad(fsdp_unit *unit)
+/* Whether the reduction that comes now adds to the sharded gradients, which then are there: it overwrites them where
+ * all count as zeros, and then they do so until it is on its way. */
+static int32_t grads_add(fsdp_unit *unit)
 {
-    unit->stale_grads = 1;
+    int32_t add = 0;
+    for (int32_t i = 0; i < unit->n_params; i++) add |= !unit->params[i].frozen && !unit->params[i].stale;
+    if (add) grads_clear(unit);
+    return add;
+}
+
+/* The host is done with them for this step. */
+static void grads_forget(fsdp_unit *unit)
+{
+    grads_mark(unit, 1);
+    for (int32_t i = 0; i < unit->n_params; i++) atomic_store_explicit(&unit->params[i].used, 0, memory_order_relaxed);
     os_file_release(unit->grads_fd, unit->grads, os_page_round(unit->grad_bytes));
     os_file_release(unit->shards_fd, unit->shards, os_page_round(unit->shard_bytes)); /* the optimizer has been here */
-    unit->lost.status = FSDP_OK;
+}
+
+static void partials_drop(fsdp_unit *unit)
+{
     unit->has_partials = 0;
+    for (int32_t i = 0; i < unit->n_params; i++) unit->params[i].partial_used = 0;
+}
+
+void grads_drop(fsdp_unit *unit)
+{
+    grads_forget(unit);
+    unit->lost.status = FSDP_OK;
+    partials_drop(unit);
     drop_accumulated(unit);
+}
+
+fsdp_status unit_zero_grad(fsdp_unit *unit, int32_t index)
+{
+    if (index != -1) TRY(unit_check_index(unit, index));
+    TRY(model_usable(unit->model));
+    fsdp_status status = unit_settle(unit);
+    if (unit->reducing || unit->replicating) return status; /* inside a callback */
+    if (index == -1) {
+        grads_forget(unit);
+        return status;
+    }
+    struct param *p = &unit->params[unit->entries[index].param];
+    p->stale = unit->stale_grads = 1;
+    atomic_store_explicit(&p->used, 0, memory_order_relaxed);
+    return status;
 }
 
 /* All buffers that these gradients need, before anything is added to one. */
@@ -193,6 +241,59 @@ static fsdp_status op_begin(fsdp_work *work, int32_t index, fsdp_op_kind kind, c
     return op->transfer.pieces ? FSDP_OK : FSDP_ERR_NOMEM;
 }
 
+/* What a rank tells with a reduction: the unit's name, for messages, and a bit for each parameter that it has a
+ * gradient of. Parameters beyond those that have a bit count as used. */
+#define TOLD_BYTES (TRANSPORT_PAYLOAD - CALL_LABEL)
+
+static size_t told_bytes(const fsdp_unit *unit)
+{
+    size_t bytes = ((size_t)unit->n_params + 7) / 8;
+    return bytes < TOLD_BYTES ? bytes : TOLD_BYTES;
+}
+
+/* On whichever thread runs the reduction, which holds the unit: learn what the ranks told, then move. */
+static fsdp_status learn(fsdp_group *group, struct op *op, struct deadline deadline)
+{
+    struct transport *t = group->transport;
+    fsdp_unit *unit = op->user;
+    int partial = op->kind == FSDP_OP_REDUCE_GRADS && unit->replicate_group;
+    size_t bytes = told_bytes(unit);
+    unsigned char any[TOLD_BYTES] = {0};
+    for (int r = 0; r < group->size; r++) {
+        const unsigned char *told = (const unsigned char *)t->ops->payload_of(t, r) + CALL_LABEL;
+        for (size_t b = 0; b < bytes; b++) any[b] |= told[b];
+    }
+    for (int32_t i = 0; i < unit->n_params; i++) {
+        struct param *p = &unit->params[i];
+        size_t b = (size_t)i / 8;
+        if (p->frozen || (b < bytes && !(any[b] >> i % 8 & 1))) continue;
+        if (partial)
+            p->partial_used = 1;
+        else
+            atomic_store_explicit(&p->used, 1, memory_order_relaxed);
+    }
+    return t->ops->move(t, &op->transfer, deadline);
+}
+
+/* grads NULL: of the partial sums, which are here. */
+static fsdp_status tell(fsdp_work *work, struct op *op, fsdp_unit *unit, const struct tensor *grads)
+{
+    size_t bytes = told_bytes(unit);
+    unsigned char *told = work_memory(work, CALL_LABEL + bytes);
+    if (!told) return FSDP_ERR_NOMEM;
+    memcpy(told, unit->name, CALL_LABEL);
+    for (size_t i = 0; i < (size_t)unit->n_params && i / 8 < bytes; i++) {
+        const struct param *p = &unit->params[i];
+        int gives = grads ? grads[i].count >= 0 || p->accumulating : p->partial_used;
+        if (gives && !p->frozen) told[CALL_LABEL + i / 8] |= (unsigned char)(1u << i % 8);
+    }
+    op->payload = told;
+    op->payload_bytes = CALL_LABEL + bytes;
+    op->body = learn;
+    op->user = unit;
+    return FSDP_OK;
+}
+
 /* How many elements of a gradient each replica reduces: whole cache lines. */
 static int64_t slice_of(const fsdp_unit *unit, const struct param *p, int64_t count)
 {
@@ -260,7 +361,8 @@ static fsdp_status build_scatter(fsdp_work *work, fsdp_unit *unit, const struct 
                  &op));
     op->transfer.shape = TRANSFER_REDUCE;
     op->transfer.divisor = partial ? 1 : unit->divisor;
-    op->transfer.accumulate = partial ? unit->has_partials : !unit->stale_grads;
+    op->transfer.accumulate = partial ? unit->has_partials : grads_add(unit);
+    TRY(tell(work, op, unit, grads));
     for (int32_t i = 0; i < unit->n_params; i++) {
         const struct param *p = &unit->params[i];
         if (p->frozen) continue;
@@ -288,7 +390,8 @@ static fsdp_status build_replicate(fsdp_work *work, fsdp_unit *unit, const struc
     TRY(op_begin(work, 1, FSDP_OP_REPLICATE_GRADS, unit, (uint64_t)add, &give));
     sum->transfer.shape = TRANSFER_REDUCE;
     sum->transfer.divisor = unit->divisor;
-    sum->transfer.accumulate = !unit->stale_grads;
+    sum->transfer.accumulate = grads_add(unit);
+    TRY(tell(work, sum, unit, grads));
     give->transfer.shape = TRANSFER_SPREAD;
     for (int32_t i = 0; i < unit->n_params; i++) {
         const struct param *p = &unit->params[i];
@@ -359,7 +462,8 @@ static fsdp_status replicate(fsdp_unit *unit, fsdp_work **handle)
         return status;
     }
     int64_t bytes = bytes_of(&work->ops[0]);
-    unit->has_partials = unit->stale_grads = 0;
+    partials_drop(unit);
+    grads_mark(unit, 0);
     status = lane_submit(work, handle);
     if (status == FSDP_OK) unit->replicated_bytes += bytes;
     return status;
@@ -400,7 +504,7 @@ static fsdp_status submit(fsdp_unit *unit, fsdp_work *work, fsdp_work **handle)
     int64_t bytes = bytes_of(&work->ops[0]),
             *counter = unit->shard_group ? &unit->reduced_bytes : &unit->replicated_bytes;
     int hybrid = unit->shard_group && unit->replicate_group;
-    if (!hybrid) unit->stale_grads = 0;
+    if (!hybrid) grads_mark(unit, 0);
     fsdp_status status = lane_submit(work, handle);
     if (status == FSDP_OK) {
         *counter += bytes;
@@ -410,8 +514,8 @@ static fsdp_status submit(fsdp_unit *unit, fsdp_work *work, fsdp_work **handle)
         }
         if (hybrid) unit->has_partials = 1;
         if (hybrid && unit->all_reduce) {
+            (void)model_replicate(unit->model); /* the one before; its failure is kept there */
             if (handle) {
-                (void)model_replicate(unit->model); /* the one before; its failure is kept there */
                 unit_retain(unit);
                 unit->model->awaiting = unit;
                 return FSDP_OK;

@@ -457,7 +457,10 @@ void unit_query(fsdp_unit *unit, fsdp_unit_info *info)
                              .publications = unit->publications,
                              .published_bytes = unit->published_bytes,
                              .reduced_bytes = unit->reduced_bytes,
-                             .replicated_bytes = unit->replicated_bytes};
+                             .replicated_bytes = unit->replicated_bytes,
+                             .gradient_sync = unit->sync,
+                             .all_reduce = unit->all_reduce,
+                             .gradient_divisor = unit->divisor};
     for (int32_t i = 0; i < unit->n_params; i++)
         info->shard_bytes += unit->params[i].shard_count * (int64_t)dtype_size(unit->params[i].type);
     if (unit->counts && info->state == FSDP_UNIT_UNSHARDED) { /* complete, though no call has taken note of it yet */

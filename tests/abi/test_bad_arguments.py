@@ -34,7 +34,7 @@ HANDLES = {"fsdp_store *": "store", "fsdp_group *": "group", "fsdp_work *": "wor
            "fsdp_unit *": "unit", "fsdp_scaler *": "scaler", "fsdp_mesh *": "mesh"}
 SIZES = {"fsdp_store_options": 32, "fsdp_group_options": 48, "fsdp_model_options": 88, "fsdp_unit_options": 24,
          "fsdp_error_info": 1056, "fsdp_group_info": 136, "fsdp_mesh_info": 408, "fsdp_param_info": 72,
-         "fsdp_unit_info": 152, "fsdp_memory_info": 144, "fsdp_scaler_options": 40, "fsdp_scaler_info": 40}
+         "fsdp_unit_info": 168, "fsdp_memory_info": 144, "fsdp_scaler_options": 40, "fsdp_scaler_info": 40}
 WITH_STATUS = {name: params for name, (returns, params) in prototypes().items() if returns == "fsdp_status"}
 RELEASES = [name for name, (returns, _) in prototypes().items() if returns == "void"]
 
