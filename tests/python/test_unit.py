@@ -58,6 +58,7 @@ def layouts(group):
             "float32",
             param.name == "one",
             None,
+            False,
         )
     unit.unshard()
     for param in unit:
@@ -367,6 +368,102 @@ def test_all_reduce_on_the_last_micro_batch_only(ranks):
     ranks(4, traffic)
 
 
+def zeroing(group):
+    """Between micro-batches some gradients begin anew, as when a program sets `.grad` of one parameter to None."""
+    n, rank = group.size, group.rank
+    model = Model(group)
+    whole = {"a": value("tall"), "b": value("wide"), "c": value("one")}
+    unit = model.unit("u", whole | {"d": whole["a"]}, dim={"b": 1})  # d is tied to a
+    other = model.unit("v", {"e": value("cube")})
+
+    def expect(**times):
+        for name, factor in times.items():
+            param = other[name] if name == "e" else unit[name]
+            expected = part(value("cube") if name == "e" else whole[name], param.info().shard_dim, rank, n) * factor
+            np.testing.assert_allclose(param.grad.numpy(), expected, rtol=1e-6)
+
+    assert unit.used() == [False] * 4 and other.used() == [False]
+    backward(unit, {"a": whole["a"], "b": whole["b"]} if rank == 0 else {"b": whole["b"]})
+    backward(other, [value("cube")])
+    assert unit.used() == [True, True, False, True] and unit["d"].info().used and not unit["c"].info().used
+    before, tied = unit["b"].grad, unit["a"].grad
+    unit.zero_grad("d")
+    assert unit.used() == [False, True, False, False] and other.used() == [True]
+    with pytest.raises(ValueError, match="^name: 'x'"):
+        unit.zero_grad("x")
+    assert unit["a"].grad.data_ptr == tied.data_ptr and unit["b"].grad.data_ptr == before.data_ptr
+    expect(a=0, b=1, c=0, e=1)
+    unit.zero_grad("b")
+    backward(unit, {"a": whole["a"], "b": whole["b"]})
+    expect(a=1, b=1, c=0, e=1)
+    with model.no_sync():
+        backward(unit, {"a": whole["a"]})
+    unit.zero_grad()  # what waits to be sent stays
+    expect(a=0, b=0, e=1)
+    assert unit.used() == [False] * 4
+    backward(unit, {"c": whole["c"]})
+    expect(a=1, b=0, c=1, e=1)
+    assert unit.used() == [True, False, True, True]
+    model.zero_grad()
+    assert not any(unit.used() + other.used())
+    expect(a=0, b=0, c=0, e=0)
+    group.barrier()
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_zeroing_gradients_of_a_unit(ranks, n):
+    ranks(n, zeroing)
+
+
+def own_settings(group):
+    """Sync and divisor of one unit, beside another with the model's."""
+    n = group.size
+    model = Model(group, gradient_divisor=1)
+    first, second = (model.unit(name, {name: np.zeros((4, 2), "float32")}) for name in "ab")
+    ones = [np.ones((4, 2), "float32")]
+
+    def told(unit):
+        info = unit.info()
+        return info.gradient_sync, info.all_reduce, info.gradient_divisor
+
+    def grads():
+        for unit in (first, second):
+            unit.pre_backward()
+            unit.post_backward(ones)
+        model.finish_backward()
+        return first["a"].grad.numpy().max(initial=0) * 1.0, second["b"].grad.numpy().max(initial=0) * 1.0
+
+    mine = len(first["a"].grad.numpy()) > 0  # of 4 ranks each has a row
+    assert mine and told(first) == (True, True, 1)
+    first.set_gradient_sync(False)
+    first.set_gradient_divisor(4)
+    assert told(first) == (False, True, 4) and told(second) == (True, True, 1)
+    assert grads() == (0, n)
+    with model.no_sync():
+        assert told(second)[0] is False
+        assert grads() == (0, n)
+    assert told(first)[0] is False and told(second)[0] is True  # as before, each
+    first.set_all_reduce(False)
+    with model.no_all_reduce():
+        assert told(second)[1] is False
+    assert told(first)[1] is False and told(second)[1] is True
+    first.set_gradient_sync(True)
+    assert grads() == (3 * n / 4, 3 * n)
+    first.set_gradient_divisor(None)
+    assert told(first)[2] == n
+    model.set_gradient_divisor(2)
+    assert told(first)[2] == told(second)[2] == 2
+    for wrong, kind in ((0, ValueError), (math.inf, ValueError), ("2", TypeError)):
+        with pytest.raises(kind, match="divisor"):
+            first.set_gradient_divisor(wrong)
+    group.barrier()
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_gradient_settings_of_one_unit(ranks, n):
+    ranks(n, own_settings)
+
+
 # ---- Settings --------------------------------------------------------------------------------------------------------
 
 
@@ -597,7 +694,7 @@ def test_a_closed_unit_says_so():
     unit = Unit(model, "u", {"w": np.zeros(2)})
     param = unit["w"]
     unit.close()
-    for call in (unit.info, unit.write_back, param.info, lambda: unit.cast(np.zeros(2))):
+    for call in (unit.info, unit.write_back, unit.zero_grad, unit.used, param.info, lambda: unit.cast(np.zeros(2))):
         with pytest.raises(ValueError, match="the unit is closed"):
             call()
     del unit

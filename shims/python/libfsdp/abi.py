@@ -364,7 +364,7 @@ class fsdp_param_info(_Sized):
         ("grad_dtype", DLDataType),
         ("frozen", c_int32),
         ("tied_to", c_int32),
-        ("reserved", c_int32),
+        ("used", c_int32),
     ]
 
 
@@ -386,6 +386,9 @@ class fsdp_unit_info(_Sized):
         ("reduced_bytes", c_int64),
         ("replicated_bytes", c_int64),
         ("name", c_char * 64),
+        ("gradient_sync", c_int32),
+        ("all_reduce", c_int32),
+        ("gradient_divisor", c_double),
     ]
 
 
@@ -534,6 +537,7 @@ PROTOTYPES = {
     "fsdp_unit_param_full": (_status, (_H, c_int32, _T_out)),
     "fsdp_unit_param_grad": (_status, (_H, c_int32, _T_out)),
     "fsdp_unit_param_query": (_status, (_H, c_int32, POINTER(fsdp_param_info))),
+    "fsdp_unit_used": (_status, (_H, POINTER(c_int32), c_int32)),
     "fsdp_unit_pre_forward": (_status, (_H,)),
     "fsdp_unit_post_forward": (_status, (_H,)),
     "fsdp_unit_pre_backward": (_status, (_H,)),
@@ -549,6 +553,10 @@ PROTOTYPES = {
     "fsdp_unit_set_frozen": (_status, (_H, c_int32, c_int32)),
     "fsdp_unit_set_reshard_after_forward": (_status, (_H, c_int32)),
     "fsdp_unit_set_reshard_after_backward": (_status, (_H, c_int32)),
+    "fsdp_unit_set_gradient_sync": (_status, (_H, c_int32)),
+    "fsdp_unit_set_all_reduce": (_status, (_H, c_int32)),
+    "fsdp_unit_set_gradient_divisor": (_status, (_H, c_double)),
+    "fsdp_unit_zero_grad": (_status, (_H, c_int32)),
     "fsdp_unit_set_callbacks": (_status, (_H, fsdp_unit_fn, fsdp_unit_fn, c_void_p)),
     "fsdp_unit_set_prefetch": (_status, (_H, c_int32, _H_out, c_int32)),
     "fsdp_unit_cast": (_status, (_H, c_int32, _T, _T_out)),

@@ -118,7 +118,7 @@ class Model:
         options.precision = precision_pointer(precision)
         options.private_unshard = bool(private_unshard)
         options.sync_module_states = bool(sync_module_states)
-        options.gradient_divisor = _divisor(gradient_divisor)
+        options.gradient_divisor = divisor_code(gradient_divisor)
         options.shard_dim = text(shard_dim, "shard_dim")
         options.replicate_dim = text(replicate_dim, "replicate_dim")
         options.forward_prefetch = _count(forward_prefetch, "forward_prefetch", 0)
@@ -194,29 +194,35 @@ class Model:
 
     def set_gradient_divisor(self, divisor):
         """What sums of gradients are divided by; None: the number of ranks."""
-        check(lib.fsdp_model_set_gradient_divisor(self._handle, _divisor(divisor)))
+        check(lib.fsdp_model_set_gradient_divisor(self._handle, divisor_code(divisor)))
 
     @contextlib.contextmanager
     def no_sync(self):
         """A block whose backward passes accumulate gradients on this rank and send nothing. Afterwards it is as
-        before."""
-        before = self._sync
+        before, unit by unit."""
+        before, of_units = self._sync, [(unit, unit.info().gradient_sync) for unit in self.units()]
         self.set_gradient_sync(False)
         try:
             yield self
         finally:
             self.set_gradient_sync(before)
+            for unit, sync in of_units:
+                if sync != before and unit._owned is not None:
+                    unit.set_gradient_sync(sync)
 
     @contextlib.contextmanager
     def no_all_reduce(self):
         """A block whose backward passes reduce within the shard dimension and send nothing to the replicas: for all
-        micro-batches but the last. Afterwards it is as before."""
-        before = self._all_reduce
+        micro-batches but the last. Afterwards it is as before, unit by unit."""
+        before, of_units = self._all_reduce, [(unit, unit.info().all_reduce) for unit in self.units()]
         self.set_all_reduce(False)
         try:
             yield self
         finally:
             self.set_all_reduce(before)
+            for unit, all_reduce in of_units:
+                if all_reduce != before and unit._owned is not None:
+                    unit.set_all_reduce(all_reduce)
 
     @contextlib.contextmanager
     def summon_full_params(self, writeback=True):
@@ -281,7 +287,7 @@ class Model:
         return f"<libfsdp.Model {self.name!r}>"
 
 
-def _divisor(divisor):
+def divisor_code(divisor):
     """A gradient divisor for the C side: None is 0, the number of ranks."""
     if divisor is None:
         return 0.0

@@ -13,7 +13,7 @@ from .callbacks import call, collect, set_callbacks
 from .dtypes import NAMES, TABLE, name_of
 from .errors import InvalidArgument, check
 from .handle import Handle, integer, text
-from .model import Model, Pointers
+from .model import Model, Pointers, divisor_code
 from .options import CASTS, PHASES, Strategy, choice, precision_pointer, reshard_code, reshard_value, strategy_code
 from .tensor import Tensor
 from .work import start
@@ -63,6 +63,7 @@ class ParamInfo:
     grad_dtype: str  # of the sharded gradient
     frozen: bool
     tied_to: str  # the name of the earlier parameter of the unit that this one is, or None
+    used: bool  # as `Unit.used` says
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,9 @@ class UnitInfo:
     published_bytes: int  # of this rank's shards, in the full parameters' dtype, that they wrote or sent
     reduced_bytes: int  # gradient bytes given to reductions over the shard dimension
     replicated_bytes: int  # and over the replicas
+    gradient_sync: bool  # as the unit's setter, or the model's, set it last
+    all_reduce: bool
+    gradient_divisor: float
 
 
 class Param:
@@ -93,8 +97,9 @@ class Param:
            iterations
     full   the whole parameter, in the unit's `Precision.param`; its content is defined while the unit is unsharded;
            private to this rank
-    grad   this rank's part of the gradient; None while the parameter is frozen. Read it here after `Model.zero_grad`: a
-           Tensor or array that was taken before has the old values until the next reduction
+    grad   this rank's part of the gradient; None while the parameter is frozen. Read it here after the
+           `zero_grad` of a Model or Unit: a Tensor or array that was taken before has the old values until the next
+           reduction
     frozen whether it takes no part in reductions, see `Unit.set_frozen`
     """
 
@@ -107,10 +112,11 @@ class Param:
         self._take_grad(unit)
 
     def _take_grad(self, unit):
-        """Once for each `zero_grad`: the library clears the memory when it is asked for, and not before."""
-        if not self.frozen and self._zeroed != unit.model._zeroed:
+        """Once for each zero_grad: the library clears the memory when it is asked for, and not before."""
+        zeroed = unit.model._zeroed + unit._zeroed
+        if not self.frozen and self._zeroed != zeroed:
             self._grad = unit._tensor(lib.fsdp_unit_param_grad, self.index)
-            self._zeroed = unit.model._zeroed
+            self._zeroed = zeroed
 
     def __reduce__(self):
         raise TypeError(
@@ -155,6 +161,7 @@ class Param:
             grad_dtype=_dtype_name(info.grad_dtype),
             frozen=bool(info.frozen),
             tied_to=None if info.tied_to < 0 else unit.params[info.tied_to].name,
+            used=bool(info.used),
         )
 
     def __repr__(self):
@@ -254,8 +261,10 @@ class Unit:
         self._owned = Handle(pointer, lib.fsdp_unit_release)
         self._number = self._valid = self._invalid = None  # for callbacks.py
         self.model, self.name = model, name
+        self._zeroed = 0  # how often gradients of this unit alone were
         self.params = [Param(self, index, key, key in frozen) for index, key in enumerate(names)]
         self._by_name = {param.name: param for param in self.params}
+        self._used = (c_int32 * len(names))()
         model._add(self)
 
     @property
@@ -339,6 +348,42 @@ class Unit:
             return collect(start, function, self._handle, args, None, self.model.group)
         call(function, self._handle, *args, None)
         return None
+
+    # ---- Gradients ----
+
+    def zero_grad(self, name=None):
+        """The sharded gradient of one parameter, None: of all, counts as zeros from now on, and as not used.
+
+        What was accumulated without sync, or kept with all-reduce off, stays and is in the next reduction
+        (`Model.zero_grad` drops it). Ranks may zero differently, but replicas, which hold the same part, do alike; and
+        while a reduction of the unit by `post_backward(async_op=True)` goes on, all call it or none. An array that was
+        taken of a `Param.grad` before shows the old values until the next reduction or `Model.finish_backward`, and
+        what is written there until then is lost: read `Param.grad` again to write."""
+        index = -1 if name is None else self._index(name)
+        self._zeroed += 1
+        check(lib.fsdp_unit_zero_grad(self._handle, index))
+
+    def used(self):
+        """For each parameter, in the unit's order, whether some rank (replicas included) gave a gradient of it to the
+        reductions since its sharded gradient last became zeros: a list of bools.
+
+        False: the gradient is zeros that nobody computed, so that an optimizer may skip the parameter; also for frozen
+        ones. The same on all ranks that zeroed alike. Defined after `Model.finish_backward`."""
+        used = self._used
+        check(lib.fsdp_unit_used(self._handle, used, len(used)))
+        return list(map(bool, used))
+
+    def set_gradient_sync(self, sync):
+        """As `Model.set_gradient_sync`, for this unit only, until the model's is called. Alike on all ranks."""
+        check(lib.fsdp_unit_set_gradient_sync(self._handle, bool(sync)))
+
+    def set_all_reduce(self, all_reduce):
+        """As `Model.set_all_reduce`, for this unit only, until the model's is called. Alike on all ranks."""
+        check(lib.fsdp_unit_set_all_reduce(self._handle, bool(all_reduce)))
+
+    def set_gradient_divisor(self, divisor):
+        """As `Model.set_gradient_divisor`, for this unit only, until the model's is called. Alike on all ranks."""
+        check(lib.fsdp_unit_set_gradient_divisor(self._handle, divisor_code(divisor)))
 
     # ---- By hand ----
 
@@ -465,6 +510,7 @@ class Unit:
         values["state"] = _state_name(info.state)
         values["strategy"] = Strategy(info.strategy)
         values["reshard_after_forward"] = reshard_value(info.reshard_after_forward)
+        values["gradient_sync"], values["all_reduce"] = bool(info.gradient_sync), bool(info.all_reduce)
         return UnitInfo(**values)
 
     def close(self):
