@@ -33,9 +33,8 @@ def gather_function(Function):
 
 
 class Use:
-    """unit: a weak reference to a State, which a graph must not keep alive. call: stands for one call of its module."""
-
-    __slots__ = ("unit", "call")
+    """unit: a weak reference to a State, which a graph must not keep alive. call: stands for one call of its module.
+    Adapters may keep something of their own in it."""
 
     def __init__(self, unit, call):
         self.unit, self.call = unit, call

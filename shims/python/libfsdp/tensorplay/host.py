@@ -4,7 +4,8 @@ Parameters stay the Parameters that they were: the same objects, which hold this
 on. So an optimizer that was built before fully_shard steps the shards as well.
 
 What differs between 1.0 and 1.1 and matters here: 1.0 has no meta device; the first `Function.apply` of a process must
-see a tensor that needs no gradient, or it fails. Neither says which backward pass is running. `.grad` is another Python
+see a tensor that needs no gradient, or it fails; the context of a Function and its outputs keep each other alive in a way
+that garbage collection does not see. Neither says which backward pass is running. `.grad` is another Python
 object each time that it is read, so nobody can tell who else holds one.
 """
 
@@ -43,7 +44,7 @@ class TensorPlayHost(Host):
     grad_enabled = staticmethod(tp.is_grad_enabled)
 
     def __init__(self):
-        self._gather = gather_function(Function)
+        self._gather = _remembered(gather_function(Function))
         _Nothing.apply(tp.empty(0))  # 1.0, see above
 
     # ---- Memory ----
@@ -95,7 +96,11 @@ class TensorPlayHost(Host):
         return tp.empty(0, requires_grad=True)
 
     def gather(self, anchor, use):
-        return self._gather.apply(anchor, use)
+        tensors = self._gather.apply(anchor, use)
+        context = vars(use).pop("context")
+        if getattr(context, "_outputs", None):
+            context._outputs = ()  # 1.0, see above
+        return tensors
 
     def on_gradient(self, tensor, function):
         tensor.register_hook(function)
@@ -141,6 +146,18 @@ class TensorPlayHost(Host):
 
     def set_local(self, parameter, tensor):
         parameter.data = tensor
+
+
+def _remembered(function):
+    """The autograd function `function`, which leaves its context in `use`."""
+
+    class FullParameters(function):
+        @staticmethod
+        def forward(ctx, anchor, use):
+            use.context = ctx
+            return function.forward(ctx, anchor, use)
+
+    return FullParameters
 
 
 class _Nothing(Function):
