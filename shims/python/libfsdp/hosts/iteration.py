@@ -32,7 +32,6 @@ class Iteration:
         self.in_backward = False
         self.is_last_backward = root.is_last_backward
         self._generation = 0  # of units that were made anew, as their parameters' dtype changed
-        self._settings = {}  # of each model: what it has been told
         self._find()
         for state in self.states:
             if state.params:
@@ -81,7 +80,6 @@ class Iteration:
         model = self.models.get(ranks.key)
         if model is None:
             model = self.models[ranks.key] = ranks.model(self.root.name, **self.root.model_options)
-            self._settings[ranks.key] = [True, True, None]
         return model
 
     def _make(self, state):
@@ -104,7 +102,8 @@ class Iteration:
         )
         for param, library in zip(state.params, unit):
             param.bind(library)
-        state.unit = unit
+        unit.set_reshard_after_backward(state.reshard_after_backward)
+        state.unit, state.told = unit, None
 
     def _make_again(self, state):
         """The dtype of parameters has changed: `module.half()`, say."""
@@ -168,7 +167,7 @@ class Iteration:
     def _freeze(self, state, param):
         param.frozen = not param.parameter.requires_grad
         state.unit.set_frozen(param.library.name, param.frozen)
-        param._gradient = param._grad = None
+        param.forget_gradient()
 
     def _tell_prefetch(self, state):
         for phase, ahead in state.prefetch.items():
@@ -191,25 +190,9 @@ class Iteration:
 
     def settle_gradients(self):
         """The library's sharded gradients hold what `.grad` holds, of all parameters."""
-        for each in self.states:
-            if each.unit is None:
-                continue
-            for param in each.params:
-                if not param.frozen and not param.begin_gradient():
-                    with self.host.no_grad():
-                        param._gradient.zero_()
-
-    def apply_settings(self, state):
-        """What the library is to do with this unit's gradients."""
-        told, model = self._settings[state.ranks.key], self.models[state.ranks.key]
-        wanted = [state.reduce_grads, state.all_reduce_grads, state.divisor]
-        if told[0] != wanted[0]:
-            model.set_gradient_sync(wanted[0])
-        if told[1] != wanted[1]:
-            model.set_all_reduce(wanted[1])
-        if told[2] != wanted[2]:
-            model.set_gradient_divisor(wanted[2])
-        self._settings[state.ranks.key] = wanted
+        for state in self.states:
+            if state.unit is not None:
+                state.settle_gradients()
 
     def _finish(self):
         """The autograd engine's callback."""

@@ -48,6 +48,6 @@ def _agreed(iteration, norm):
     for model in iteration.models.values():
         bad = math.isnan(norm)
         pair = array.array("d", [0.0 if bad else norm, bad])
-        model.group.all_reduce(pair, "max")
+        model.group.all_reduce(pair, op="max")
         norm = math.nan if pair[1] else pair[0]
     return norm

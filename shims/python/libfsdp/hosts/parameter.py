@@ -117,6 +117,7 @@ class ShardedParameter:
             return False
         local = self.host.local(grad)
         if self.host.address(local) != self._where or local.dtype != self._gradient.dtype:
+            self.clear_gradient()
             with self.host.no_grad():
                 self._gradient.copy_(local)
             self._grad = None
@@ -127,6 +128,14 @@ class ShardedParameter:
         with self.host.no_grad():
             self.host.set_local(self._grad, self._gradient.clone())
         self._grad = None
+
+    def clear_gradient(self):
+        """Let the memory hold zeros where it only counts as zeros: before it is written, but by the library."""
+        return self.library.grad
+
+    def forget_gradient(self):
+        """Frozen or thawed: the memory is given back, or is another."""
+        self._gradient = self._grad = None
 
     def add_gradient(self, part):
         """What did not come from the library: this rank's part of a reduced gradient."""

@@ -69,6 +69,7 @@ class State:
         self.post_optim_event = None
         self.force_sum = False
         self.prefetch = {"forward": None, "backward": None}  # lists of States
+        self.told = None  # of the settings, what the unit knows
         self.prefetch_told = {}  # of these, what the library knows: lists of units
         # Where it is.
         self.in_backward = False  # from the first gradient of an output to the reduction
@@ -309,12 +310,35 @@ class State:
             if self.reshard_after_backward:
                 self.unit.reshard()
         else:
-            self.iteration.apply_settings(self)
+            self._tell_settings()
             with self.host.named(f"libfsdp::post_backward {self.name}"):
                 self.unit.post_backward(grads, lend=self.host.lend)
         self.reduced = True
         if self.reshard_after_backward:
             self.hide()
+
+    def _tell_settings(self):
+        wanted = self.reduce_grads, self.all_reduce_grads, self.divisor
+        if self.told != wanted:
+            self.unit.set_gradient_sync(self.reduce_grads)
+            self.unit.set_all_reduce(self.all_reduce_grads)
+            self.unit.set_gradient_divisor(self.divisor)
+            self.told = wanted
+
+    def settle_gradients(self):
+        """The library's sharded gradients hold what `.grad` holds: what is None there is zeros from now on."""
+        trainable = [param for param in self.params if not param.frozen]
+        empty = [param for param in trainable if not param.begin_gradient()]
+        if not empty:
+            return
+        if len(empty) == len(trainable):
+            self.unit.zero_grad()
+        else:
+            for param in empty:
+                self.unit.zero_grad(param.library.name)
+        if self.comm.reduces:  # which adds to the memory itself
+            for param in empty:
+                param.clear_gradient()
 
     def finish_backward(self):
         """The pass is over. What was not used still takes part in the reductions, as other ranks may have used it."""
@@ -328,8 +352,9 @@ class State:
     def end_backward(self):
         """After the library has finished: sharded gradients become `.grad`."""
         if self.reduced and self.reduce_grads:
-            for param in self.params:
-                if not param.frozen:
+            used = [True] * len(self.params) if self.comm.reduces else self.unit.used()
+            for param, by_some_rank in zip(self.params, used):
+                if not param.frozen and (by_some_rank or param.parameter.grad is not None):
                     param.end_gradient()
         self.reduced = self.ran_forward = False
 
