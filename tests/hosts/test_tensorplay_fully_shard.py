@@ -948,8 +948,9 @@ def test_training_goes_on_after_an_exception(hosted):
 
 
 def memory():
+    """KiB of this process, and its part of what ranks share; not of files, which others may map or not."""
     with open("/proc/self/smaps_rollup") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
 def lasts(job):
@@ -971,13 +972,14 @@ def lasts(job):
         F.mse_loss(model(x), x).backward()
         stepper.step()
         stepper.zero_grad()
-        if step in (99, 499):
+        if step in (199, 499):
             gc.collect()
             used.append(memory())
-    assert used[1] - used[0] < 600, used  # KiB; a step's gradients are 528
+    assert used[1] - used[0] < 400, used  # a step's gradients are 528
     full = sum(unit.unit.info().full_bytes for unit in (layer._get_fsdp_state() for layer in model.layers))
     model_memory = model._get_fsdp_state().iteration.models
-    assert sum(each.memory().unsharded for each in model_memory.values()) <= full / 2
+    slots = sum(each.memory().unsharded for each in model_memory.values())
+    assert slots <= 0.3 * full, (slots, full)  # one unit of the four
 
 
 def test_five_hundred_steps_take_no_more_memory(hosted):

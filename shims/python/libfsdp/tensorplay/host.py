@@ -5,8 +5,8 @@ on. So an optimizer that was built before fully_shard steps the shards as well.
 
 What differs between 1.0 and 1.1 and matters here: 1.0 has no meta device; the first `Function.apply` of a process must
 see a tensor that needs no gradient, or it fails; the context of a Function and its outputs keep each other alive in a way
-that garbage collection does not see. Neither says which backward pass is running. `.grad` is another Python
-object each time that it is read, so nobody can tell who else holds one.
+that garbage collection does not see. Neither says which backward pass is running, and both go through a graph in an order
+that needs Gate, below. `.grad` is another Python object each time that it is read, so nobody can tell who else holds one.
 """
 
 import tensorplay as tp
@@ -18,6 +18,7 @@ from tensorplay.nn.modules.container import ModuleDict, ModuleList
 
 from .. import abi
 from ..borrow import _capsule_pointer
+from ..hosts import tree
 from ..hosts.host import Host
 from ..hosts.state import gather_function
 from ..tensor import shard_extent
@@ -45,7 +46,7 @@ class TensorPlayHost(Host):
 
     def __init__(self):
         self._gather = _remembered(gather_function(Function))
-        _Nothing.apply(tp.empty(0))  # 1.0, see above
+        Gate.apply(tp.empty(0), Context())  # 1.0, see above
 
     # ---- Memory ----
 
@@ -97,9 +98,7 @@ class TensorPlayHost(Host):
 
     def gather(self, anchor, use):
         tensors = self._gather.apply(anchor, use)
-        context = vars(use).pop("context")
-        if getattr(context, "_outputs", None):
-            context._outputs = ()  # 1.0, see above
+        _forget_outputs(use)
         return tensors
 
     def on_gradient(self, tensor, function):
@@ -115,7 +114,8 @@ class TensorPlayHost(Host):
 
     def hook(self, module, state):
         def after(module, args, output):
-            return state.after_forward(module, output)
+            output = state.after_forward(module, output)
+            return tree.mapped(output, tp.Tensor, _gated) if tp.is_grad_enabled() else output
 
         module.register_forward_pre_hook(state.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)
@@ -148,6 +148,37 @@ class TensorPlayHost(Host):
         parameter.data = tensor
 
 
+class Context:
+    """For the context of one application of a Function."""
+
+
+class Gate(Function):
+    """An output of a unit, as it is, but behind a Function.
+
+    The engine goes through all nodes of its own that are ready before it takes one of Python's, and of those the one that
+    was made last. Without a gate it would go through the whole model before the first unit's gradients reach the library, and
+    all units would be full by then; with one, the layers before wait until the units after them are done.
+    """
+
+    @staticmethod
+    def forward(ctx, tensor, use):
+        use.context = ctx
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def _gated(tensor):
+    if not tensor.requires_grad:
+        return tensor
+    use = Context()
+    tensor = Gate.apply(tensor, use)
+    _forget_outputs(use)
+    return tensor
+
+
 def _remembered(function):
     """The autograd function `function`, which leaves its context in `use`."""
 
@@ -160,10 +191,10 @@ def _remembered(function):
     return FullParameters
 
 
-class _Nothing(Function):
-    @staticmethod
-    def forward(ctx, tensor):
-        return tensor.clone()
+def _forget_outputs(use):
+    context = vars(use).pop("context")
+    if getattr(context, "_outputs", None):
+        context._outputs = ()  # 1.0, see above
 
 
 HOST = TensorPlayHost()
