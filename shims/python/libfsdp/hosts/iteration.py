@@ -187,6 +187,10 @@ class Iteration:
         self.in_backward = True
         self.host.at_end_of_backward(self._finish)
         self.settle_gradients()
+        for each in self.states:
+            for param in each.params:
+                if each.unit is not None and not param.frozen:
+                    param.own_gradient()
 
     def settle_gradients(self):
         """The library's sharded gradients hold what `.grad` holds, of all parameters."""

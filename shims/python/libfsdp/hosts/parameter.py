@@ -116,7 +116,7 @@ class ShardedParameter:
                 self._leave()
             return False
         local = self.host.local(grad)
-        if self.host.address(local) != self._where or local.dtype != self._gradient.dtype:
+        if not self._is_own(grad) or local.dtype != self._gradient.dtype:
             self.clear_gradient()
             with self.host.no_grad():
                 self._gradient.copy_(local)
@@ -141,10 +141,26 @@ class ShardedParameter:
         """What did not come from the library: this rank's part of a reduced gradient."""
         self._gradient.add_(part)
 
+    def own_gradient(self):
+        """`.grad`, if there is one, is what the library has: so that what autograd adds to it goes there as well, in a
+        backward that reaches the shard itself (a penalty on parameters, say)."""
+        grad = self.parameter.grad
+        if grad is not None and not self._is_own(grad):
+            self._present()
+
     def end_gradient(self):
-        """After a reduction: `.grad` is what the library has."""
+        """After a reduction: `.grad` is what the library has, and what autograd has put there itself."""
+        grad = self.parameter.grad
+        if grad is not None and not self._is_own(grad):
+            self.add_gradient(self.host.local(grad))
+        self._present()
+        self.host.accumulated(self.parameter)
+
+    def _is_own(self, grad):
+        return self.host.address(self.host.local(grad)) == self._where
+
+    def _present(self):
         if self._grad is None:
             self._grad = self.host.gradient(self.parameter, self.host.twin(self._gradient))
         if self.parameter.grad is not self._grad:
             self.parameter.grad = self._grad
-        self.host.accumulated(self.parameter)
