@@ -253,11 +253,21 @@ class Wrapper:
         self._cast_buffers()
         try:
             args, kwargs = self._before(self, args, kwargs)
-            return self._after(self, self.module_below(*args, **kwargs))
+            output = self._after(self, self.module_below(*args, **kwargs))
         except BaseException:
             if state.iteration is not None:
                 state.iteration.forward_failed()
             raise
+        self._show_shards(state.iteration)
+        return output
+
+    @staticmethod
+    def _show_shards(iteration):
+        """After the outermost forward: units that stay full have no part in what programs see of the model."""
+        if iteration.forward_root is None and not iteration.in_backward:
+            for state in iteration.states:
+                if not state.by_hand:
+                    state.hide()
 
     def _cast_buffers(self):
         """Once: floating-point buffers in the policy's dtype."""
