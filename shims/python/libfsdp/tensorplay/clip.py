@@ -16,6 +16,8 @@ import sys
 import tensorplay as tp
 from tensorplay.nn.utils import clip_grad
 
+from ..hosts.norm import joined
+
 _RANKS = "_libfsdp_ranks"  # of a parameter: over which Ranks it is sharded
 _original = clip_grad.clip_grad_norm_
 
@@ -53,37 +55,32 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=Fals
 
 
 def _total(parameters, p):
-    """The p-norm of all gradients as one vector. What is summed over ranks is norms to the power of p."""
-    parts = {}  # key of the ranks, None for plain parameters: [Ranks, sum]
-    combine = _largest if p == math.inf else lambda a, b: a + b
+    """The p-norm of all gradients as one vector."""
+    norms = {}  # key of the ranks, None for plain parameters: (Ranks, norms of this rank's gradients)
     for parameter in parameters:
         ranks = getattr(parameter, _RANKS, None)
         if ranks is not None and ranks.shard_size == 1:
             ranks = None
-        part = parts.setdefault(ranks and ranks.key, [ranks, 0.0])
-        if parameter.grad is not None:
-            part[1] = combine(part[1], _power(parameter.grad, p))
-    total = 0.0
-    for ranks, part in parts.values():
-        if ranks is not None:
-            whole = array.array("d", [part])
-            ranks.over_shards().all_reduce(whole, op="max" if p == math.inf else "sum")
-            part = whole[0]
-        total = combine(total, part)
-    return total if p == math.inf else total ** (1 / p)
+        _, own = norms.setdefault(ranks and ranks.key, (ranks, []))
+        if parameter.grad is not None and parameter.grad.numel():
+            own.append(_norm(parameter.grad, p))
+    return joined([_over(ranks, joined(own, p), p) for ranks, own in norms.values()], p)
 
 
-def _largest(a, b):
-    return a if a >= b or a != a else b  # NaN stays
-
-
-def _power(gradient, p):
-    if not gradient.numel():
-        return 0.0
+def _norm(gradient, p):
     if gradient.dtype != tp.float64:
         gradient = gradient.float()
-    norm = tp.linalg.vector_norm(gradient, p).item()
-    return norm if p == math.inf else norm**p
+    return tp.linalg.vector_norm(gradient, p).item()
+
+
+def _over(ranks, norm, p):
+    """The p-norm of what the ranks have of their shards, which is `norm` on this one. Collective."""
+    if ranks is None:
+        return norm
+    group = ranks.over_shards()
+    values = array.array("d", [0.0] * group.size)
+    group.all_gather(array.array("d", [norm]), values)
+    return joined(list(values), p)
 
 
 def replace():
