@@ -1,5 +1,7 @@
 """The example programs for hosts, run as their users would."""
 
+import re
+
 import pytest
 from conftest import ROOT, run_python
 
@@ -20,3 +22,18 @@ def test_the_adapter_of_a_page_trains_alike_on_any_number_of_ranks():
     assert len(two) == 2 and len(three) == 3
     for loss in (*two, *three):
         assert abs(loss - alone[0]) <= 2e-6
+
+
+README = [
+    program
+    for program in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    if "import torch" in program
+]
+
+
+@pytest.mark.parametrize("index", range(len(README)))
+def test_the_readme_runs_as_printed(tmp_path, installed, index):
+    path = tmp_path / "readme.py"
+    path.write_text(README[index])
+    done = run_python("-m", "libfsdp.run", "-n", 2, path, env=installed)
+    assert done.returncode == 0, done.stderr
