@@ -24,18 +24,21 @@ from .summon import summoned
 from ..options import Precision
 
 WRAPPED = "_fsdp_wrapped_module"
-PREFIX = WRAPPED + "."
 
 
 class ClassicHost(Host):
     """What the wrapper asks of a framework, beyond Host.
 
-    api       where its names are: StateDictType, FullStateDictConfig, ..., StateDictSettings
-    hooks     {communication hook of the framework's: what is called in its place}
+    api               where its names are: StateDictType, FullStateDictConfig, ..., StateDictSettings
+    hooks             {communication hook of the framework's: what is called in its place}
+    plain_shards      whether shards are plain tensors of this rank's shape, so that a sharded state dict holds such
+    SummonMisuse      the exception for arguments of summon_full_params that exclude each other
     """
 
     api = None
     hooks = {}
+    plain_shards = False
+    SummonMisuse = NotImplementedError
 
     def broadcast(self, tensor, group):
         """Give all ranks of a group its first rank's values, in place."""
@@ -169,6 +172,7 @@ class Wrapper:
 
     host = None  # a ClassicHost
     _fsdp_wrapper = True
+    _wrapped_name = WRAPPED  # the wrapped module's, among this one's
 
     def _set_up(
         self,
@@ -197,7 +201,7 @@ class Wrapper:
             wrap.synchronize(host, ranks, [tensor.detach() for tensor in unique.values()])
         inner = [state_of(below) for below in module.modules() if state_of(below) is not None]
         params = cut(host, [module], ranks, ignored.params, lambda parameter: 0, "FSDP")
-        setattr(self, WRAPPED, module)
+        setattr(self, self._wrapped_name, module)
         state = ClassicState(host, self, params, ranks, reshard, policy, strategy, model_options)
         self.__dict__[ATTRIBUTE] = state
         for other in inner:
@@ -216,7 +220,7 @@ class Wrapper:
 
     @property
     def module_below(self):
-        return self._modules[WRAPPED]
+        return self._modules[self._wrapped_name]
 
     @property
     def module(self):
@@ -228,7 +232,7 @@ class Wrapper:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            below = self.__dict__.get("_modules", {}).get(WRAPPED)
+            below = self.__dict__.get("_modules", {}).get(self._wrapped_name)
             if below is None:
                 raise
             return getattr(below, name)
@@ -241,7 +245,7 @@ class Wrapper:
 
     def _fqn_modifiers(self):
         """For the framework's checkpoints: which name below is no part of a parameter's."""
-        return {name: WRAPPED for name in (*self.module_below._modules, *self.module_below._parameters)}
+        return {name: self._wrapped_name for name in (*self.module_below._modules, *self.module_below._parameters)}
 
     # ---- Forward ----
 
@@ -379,9 +383,9 @@ class Wrapper:
             yield
             return
         if with_grads and offload_to_cpu:
-            raise NotImplementedError("with_grads=True and offload_to_cpu=True is not supported: leave offload_to_cpu out")
+            raise cls.host.SummonMisuse("with_grads=True and offload_to_cpu=True is not supported: leave offload_to_cpu out")
         if writeback and rank0_only:
-            raise NotImplementedError(
+            raise cls.host.SummonMisuse(
                 "writeback=True and rank0_only=True is not supported: only one rank would have something to write"
             )
         wrappers = cls.fsdp_modules(module)
@@ -399,12 +403,12 @@ class Wrapper:
     def named_parameters(self, *args, **kwargs):
         """Module.named_parameters; inside summon_full_params under the names of the model without wrappers."""
         for name, parameter in super().named_parameters(*args, **kwargs):
-            yield (name.replace(PREFIX, "") if self._summoned else name), parameter
+            yield (clean_name(self, name) if self._summoned else name), parameter
 
     def named_buffers(self, *args, **kwargs):
         """Module.named_buffers, with names as named_parameters gives them."""
         for name, buffer in super().named_buffers(*args, **kwargs):
-            yield (name.replace(PREFIX, "") if self._summoned else name), buffer
+            yield (clean_name(self, name) if self._summoned else name), buffer
 
     # ---- State dicts ----
 
@@ -416,10 +420,10 @@ class Wrapper:
         Buffers have the dtype that they were made with.
         """
         prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
-        return state_dict.saved(self, super().state_dict(*args, **kwargs), prefix, WRAPPED)
+        return state_dict.saved(self, super().state_dict(*args, **kwargs), prefix, self._wrapped_name)
 
     def _load_from_state_dict(self, entries, prefix, *args, **kwargs):
-        state_dict.loadable(self, entries, prefix, WRAPPED)
+        state_dict.loadable(self, entries, prefix, self._wrapped_name)
         super()._load_from_state_dict(entries, prefix, *args, **kwargs)
 
     @classmethod
@@ -476,4 +480,14 @@ class Wrapper:
 def _clean_keys(module, incompatible):
     """What load_state_dict reports, under the names that its caller knows."""
     for keys in incompatible:
-        keys[:] = [key.replace(PREFIX, "") for key in keys]
+        keys[:] = [".".join(part for part in key.split(".") if part != module._wrapped_name) for key in keys]
+
+
+def clean_name(module, name):
+    """The name that something below `module` has without wrappers."""
+    parts = []
+    for part in name.split("."):
+        if not (hasattr(type(module), "_fsdp_wrapper") and part == module._wrapped_name):
+            parts.append(part)
+        module = None if module is None else module._modules.get(part)
+    return ".".join(parts)
