@@ -1,11 +1,12 @@
 """clip_grad_norm_ for parameters that hold shards: the norm over all ranks.
 
-A parameter of TensorPlay that holds a shard is a plain Parameter, so TensorPlay's own function would take this rank's shards for
-all there is, and each rank would scale by another number. `clip_grad_norm_` here knows which parameters are fully_shard's (what
-`mark` left on them), sums their norms over the ranks that share them, and counts all others once, as they are.
+A parameter of TensorPlay that holds a shard is a plain Parameter, so TensorPlay's own function would take this rank's
+shards for all there is, and each rank would scale by another number. `clip_grad_norm_` here knows which parameters are
+fully_shard's (what `mark` left on them), sums their norms over the ranks that share them, and counts all others once,
+as they are.
 
-`replace` puts it in the place of TensorPlay's, wherever a module has that by name. For parameters that are all plain it hands
-on to the original.
+`replace` puts it in the place of TensorPlay's, wherever a module has that by name. For parameters that are all plain it
+hands on to the original.
 """
 
 import array

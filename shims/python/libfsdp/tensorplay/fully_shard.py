@@ -6,8 +6,8 @@
         fully_shard(layer)
     fully_shard(model)
 
-Works on TensorPlay 1.0 too, and without a process group. What is here is TensorPlay's side only: its meshes, policies and
-messages. The rest is libfsdp.hosts.
+Works on TensorPlay 1.0 too, and without a process group. What is here is TensorPlay's side only: its meshes, policies
+and messages. The rest is libfsdp.hosts.
 """
 
 import warnings
@@ -66,8 +66,9 @@ def fully_shard(
 ):
     """Shard the parameters of a module, or of several that run together, over the ranks of a mesh, in place.
 
-    module                 an nn.Module or a list of them. Its parameters, but for those of modules below that are sharded
-                           already, are one unit: gathered and reduced together. Call it bottom-up: layers, then the model
+    module                 an nn.Module or a list of them. Its parameters, but for those of modules below that are
+                           sharded already, are one unit: gathered and reduced together. Call it bottom-up: layers,
+                           then the model
     mesh                   a DeviceMesh of "cpu": of one dimension, to shard over; of two with names, to replicate over
                            the first and shard over the second. None: all ranks; without a process group this process
     reshard_after_forward  True: parameters are sharded between forward and backward; False: full; n: over groups of n
@@ -76,14 +77,14 @@ def fully_shard(
     mp_policy              MixedPrecisionPolicy: dtypes of computation, reduction and outputs
     offload_policy         parameters are in host memory already: CPUOffloadPolicy changes nothing
     ignored_params         parameters that stay as they are, whole on every rank
-    dp_mesh_dims           DataParallelMeshDims: which dimensions, by name, of a mesh of any number of them shard and which
-                           replicate; with none that shard, every rank keeps whole parameters
+    dp_mesh_dims           DataParallelMeshDims: which dimensions, by name, of a mesh of any number of them shard and
+                           which replicate; with none that shard, every rank keeps whole parameters
 
     Parameters stay the objects that they are, with the same names, and hold this rank's shard from here on. Returns the
     module (the list), whose class is then a subclass of FSDPModule and of what it was.
 
-    Raises ValueError for containers without forward, 0-dim parameters, wrong meshes and parameters that another call has
-    sharded; RuntimeError for a module that fully_shard was called on already.
+    Raises ValueError for containers without forward, 0-dim parameters, wrong meshes and parameters that another call
+    has sharded; RuntimeError for a module that fully_shard was called on already.
     """
     for item in module if isinstance(module, list) else (module,):
         _check(item)
@@ -138,8 +139,8 @@ def _dim(parameter, placement_fn, ranks):
         return 0
     if isinstance(result, Replicate):
         raise ValueError(
-            "shard_placement_fn gave Replicate(): pass such a parameter in ignored_params, or its module over a mesh that "
-            "replicates (dp_mesh_dims)"
+            "shard_placement_fn gave Replicate(): pass such a parameter in ignored_params, or its module over a mesh "
+            "that replicates (dp_mesh_dims)"
         )
     if not isinstance(result, Shard):
         raise TypeError("shard placement must be a Shard or ShardPlacementResult")

@@ -4,9 +4,10 @@ Parameters stay the Parameters that they were: the same objects, which hold this
 on. So an optimizer that was built before fully_shard steps the shards as well.
 
 What differs between 1.0 and 1.1 and matters here: 1.0 has no meta device; the first `Function.apply` of a process must
-see a tensor that needs no gradient, or it fails; the context of a Function and its outputs keep each other alive in a way
-that garbage collection does not see. Neither says which backward pass is running, and both go through a graph in an order
-that needs Gate, below. `.grad` is another Python object each time that it is read, so nobody can tell who else holds one.
+see a tensor that needs no gradient, or it fails; the context of a Function and its outputs keep each other alive in a
+way that garbage collection does not see. Neither says which backward pass is running, and both go through a graph in an
+order that needs Gate, below. `.grad` is another Python object each time that it is read, so nobody can tell who else
+holds one.
 """
 
 import tensorplay as tp
@@ -137,7 +138,12 @@ class TensorPlayHost(Host):
         """The same parameter, on a copy of this rank's part."""
         start, length = shard_extent(parameter.shape[placement.dim], ranks.shard_rank, ranks.shard_size)
         with tp.no_grad():
-            parameter.data = parameter.detach().narrow(placement.dim, start, length).clone().contiguous()
+            if self.is_meta(parameter):
+                shape = [*parameter.shape]
+                shape[placement.dim] = length
+                parameter.data = tp.empty(shape, dtype=parameter.dtype, device="meta")
+            else:
+                parameter.data = parameter.detach().narrow(placement.dim, start, length).clone().contiguous()
         mark(parameter, ranks)
         return parameter
 
@@ -155,9 +161,9 @@ class Context:
 class Gate(Function):
     """An output of a unit, as it is, but behind a Function.
 
-    The engine goes through all nodes of its own that are ready before it takes one of Python's, and of those the one that
-    was made last. Without a gate it would go through the whole model before the first unit's gradients reach the library, and
-    all units would be full by then; with one, the layers before wait until the units after them are done.
+    The engine goes through all nodes of its own that are ready before it takes one of Python's, and of those the one
+    that was made last. Without a gate it would go through the whole model before the first unit's gradients reach the
+    library, and all units would be full by then; with one, the layers before wait until the units after them are done.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
 """The ranks that a module is sharded over: a TensorPlay DeviceMesh, and the library's groups for it.
 
-Which dimensions of a mesh shard and which replicate, and what is wrong with a mesh, says TensorPlay's own `_get_mesh_info`.
-The mesh's groups may be of any backend. Where one of the backend "fsdp" has the mesh's ranks in the mesh's order, its library
-group is used; otherwise these ranks meet once through TensorPlay's store, and later units over the same ranks use the
-same group.
+Which dimensions of a mesh shard and which replicate, and what is wrong with a mesh, says TensorPlay's own
+`_get_mesh_info`. The mesh's groups may be of any backend. Where one of the backend "fsdp" has the mesh's ranks in the
+mesh's order, its library group is used; otherwise these ranks meet once through TensorPlay's store, and later units
+over the same ranks use the same group.
 """
 
 import weakref
@@ -27,8 +27,8 @@ class Ranks:
     def __init__(self, mesh, dp_mesh_dims):
         if str(getattr(mesh, "device_type", "cpu")).partition(":")[0] != "cpu":
             raise ValueError(
-                f"fully_shard of libfsdp shards host memory, and this mesh is of {mesh.device_type}: give a mesh of 'cpu', or "
-                "use tensorplay.distributed.fsdp.fully_shard"
+                f"fully_shard of libfsdp shards host memory, and this mesh is of {mesh.device_type}: give a mesh of "
+                "'cpu', or use tensorplay.distributed.fsdp.fully_shard"
             )
         info = _fsdp_init._get_mesh_info(mesh, dp_mesh_dims)
         self.mesh = info.mesh
