@@ -19,8 +19,8 @@ from tensorplay.distributed.device_mesh import init_device_mesh
 from tensorplay.distributed.tensor import Shard
 from tensorplay.utils.checkpoint import checkpoint
 
-import libfsdp.tensorplay.fully_shard as ours
-from libfsdp.tensorplay.fully_shard import (
+import libfsdp.tensorplay.composable as ours
+from libfsdp.tensorplay import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     FSDPModule,
