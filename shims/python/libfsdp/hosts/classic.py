@@ -2,10 +2,10 @@
 
     model = FullyShardedDataParallel(Net(), auto_wrap_policy=policy)     # and wrappers inside, where the policy says so
 
-`Wrapper` is what frameworks share; an adapter mixes it into a subclass of its Module, which has the constructor with the
-framework's names, and describes the rest as a `ClassicHost`. Around forward a wrapper does itself what the hooks of
-fully_shard do, with the same State; parameters are cut as fully_shard cuts them. There is no flat parameter: modules keep
-their parameters under their names, use_orig_params or not.
+`Wrapper` is what frameworks share; an adapter mixes it into a subclass of its Module, which has the constructor with
+the framework's names, and describes the rest as a `ClassicHost`. Around forward a wrapper does itself what the hooks of
+fully_shard do, with the same State; parameters are cut as fully_shard cuts them. There is no flat parameter: modules
+keep their parameters under their names, use_orig_params or not.
 
 Which wrapper is the root shows when wrappers are put around wrappers, so any of them may run forward first.
 """
@@ -69,8 +69,8 @@ class ClassicHost(Host):
         return value
 
     def shard_of_value(self, value, param, ranks, local):
-        """What a module's parameter is to be loaded with, of a whole tensor or a shard; `value` itself where its shape is
-        wrong. local: it is this rank's part."""
+        """What a module's parameter is to be loaded with, of a whole tensor or a shard; `value` itself where its shape
+        is wrong. local: it is this rank's part."""
         raise NotImplementedError
 
 
@@ -147,8 +147,8 @@ class ClassicState(State):
 
 
 class HookComm(Comm):
-    """Gradients reduced by a communication hook: hook(state, gradients, output) for units that are sharded, of flat tensors
-    as comm.py describes them; hook(state, gradients), in place, for those that are not."""
+    """Gradients reduced by a communication hook: hook(state, gradients, output) for units that are sharded, of flat
+    tensors as comm.py describes them; hook(state, gradients), in place, for those that are not."""
 
     def __init__(self, unit_state, hook_state, hook):
         super().__init__(unit_state)
@@ -331,10 +331,11 @@ class Wrapper:
                 state.reduce_grads, state.all_reduce_grads = reduce_grads, all_reduce_grads
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale all gradients, so that their norm as one vector over all ranks is at most `max_norm`; the norm before, the
-        same on every rank. On the root. Collective.
+        """Scale all gradients, so that their norm as one vector over all ranks is at most `max_norm`; the norm before,
+        the same on every rank. On the root. Collective.
 
-        Gradients of ignored parameters count once; a program that wants them to be alike on all ranks reduces them itself.
+        Gradients of ignored parameters count once; a program that wants them to be alike on all ranks reduces them
+        itself.
         """
         iteration = self._require_root("`clip_grad_norm_()` should only be called on the root FSDP instance")
         units = {id(param.parameter) for state in iteration.states for param in state.params}
@@ -343,8 +344,8 @@ class Wrapper:
         return self.host.norm_tensor(total, gradients)
 
     def register_comm_hook(self, state, hook):
-        """Let hook(state, gradients, output) reduce the gradients of each unit, flat, into this rank's part; or, where the
-        strategy is NO_SHARD, hook(state, gradients) in place. On the root, before the first forward, once."""
+        """Let hook(state, gradients, output) reduce the gradients of each unit, flat, into this rank's part; or, where
+        the strategy is NO_SHARD, hook(state, gradients) in place. On the root, before the first forward, once."""
         if not self.check_is_root():
             raise AssertionError("register_comm_hook can only be called on a root instance.")
         wrappers = self.fsdp_modules(self)
@@ -383,7 +384,9 @@ class Wrapper:
             yield
             return
         if with_grads and offload_to_cpu:
-            raise cls.host.SummonMisuse("with_grads=True and offload_to_cpu=True is not supported: leave offload_to_cpu out")
+            raise cls.host.SummonMisuse(
+                "with_grads=True and offload_to_cpu=True is not supported: leave offload_to_cpu out"
+            )
         if writeback and rank0_only:
             raise cls.host.SummonMisuse(
                 "writeback=True and rank0_only=True is not supported: only one rank would have something to write"

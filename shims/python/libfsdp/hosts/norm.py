@@ -7,8 +7,8 @@ import math
 def clip(iteration, plain, max_norm, p):
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)). Gives (norm before, gradients). Collective.
 
-    plain: parameters that no unit has. Their gradients belong to each rank and count once; where ranks have different ones
-    the largest norm counts, so that all ranks come to the same number.
+    plain: parameters that no unit has. Their gradients belong to each rank and count once; where ranks have different
+    ones the largest norm counts, so that all ranks come to the same number.
 
     The norm is the same on every rank: infinite or NaN on all of them where a gradient is on one.
     """

@@ -1,8 +1,8 @@
-"""State dicts of a wrapper: saved and loaded whole, as shards, or as this rank's tensors; always under the names that the model
-has without wrappers.
+"""State dicts of a wrapper: saved and loaded whole, as shards, or as this rank's tensors; always under the names that
+the model has without wrappers.
 
-A wrapper takes the place of its module's name in the modules' own recursion, so it changes what the recursion below it left
-in the dict (`saved`), and the dict before the recursion below reads it (`loadable`).
+A wrapper takes the place of its module's name in the modules' own recursion, so it changes what the recursion below it
+left in the dict (`saved`), and the dict before the recursion below reads it (`loadable`).
 """
 
 from . import discover
@@ -12,7 +12,7 @@ FULL, SHARDED, LOCAL = "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DIC
 
 
 def names_of(wrapper):
-    """[(name, param), ...] of the parameters of a wrapper's own unit, from the wrapper on; tied ones under each name."""
+    """[(name, param), ...] of a wrapper's own unit, from the wrapper on; tied ones under each name."""
     paths = {}
     for path, module in wrapper.module_below.named_modules():
         paths.setdefault(id(module), discover.clean(path))
@@ -81,8 +81,11 @@ def _value(wrapper, state, param, kind):
 
 
 def loadable(wrapper, entries, prefix, hidden):
-    """Turn a dict that a program loads into what the recursion below a wrapper wants: hidden names, and for each parameter
-    what the module shows. Takes whole tensors and shards, whatever the wrapper's type; with LOCAL, tensors are this rank's."""
+    """Turn a dict that a program loads into what the recursion below a wrapper wants: hidden names, and for each
+    parameter what the module shows.
+
+    Takes whole tensors and shards, whatever the wrapper's type; with LOCAL, tensors are this rank's.
+    """
     state, host = state_of(wrapper), wrapper.host
     for key in [key for key in entries if key.startswith(prefix) and not key.startswith(f"{prefix}{hidden}.")]:
         entries[f"{prefix}{hidden}.{key[len(prefix) :]}"] = entries.pop(key)

@@ -75,8 +75,8 @@ class _Summoned:
                     if tuple(whole.shape) != param.shape:
                         state.hide()
                         raise ValueError(
-                            f"parameter {param.name!r} has shape {tuple(whole.shape)} at the end of summon_full_params, and had "
-                            f"{param.shape}: only its values can change there"
+                            f"parameter {param.name!r} has shape {tuple(whole.shape)} at the end of summon_full_params "
+                            f"and had {param.shape}: only values can change there"
                         )
                     host.local(param.parameter).copy_(_part(state, param, whole))
                     grad = param.shown().grad

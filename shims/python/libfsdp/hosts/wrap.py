@@ -1,5 +1,5 @@
-"""Which modules below a wrapper become wrappers of their own (auto_wrap_policy), which it leaves alone (ignored), and how those
-without values get some: what happens before a wrapper cuts its parameters.
+"""Which modules below a wrapper become wrappers of their own (auto_wrap_policy), which it leaves alone (ignored), and
+how those without values get some: what happens before a wrapper cuts its parameters.
 
 Policies are the frameworks' own: objects with `_run_policy`, which names the modules and their arguments, or functions
 (module, recurse, nonwrapped_numel) that are asked from the bottom up.
@@ -32,7 +32,8 @@ class Ignored:
             self.modules |= other.modules
         found = [*params, *(parameter for module in self.modules for parameter in module.parameters())]
         found += [parameter for other in nested for parameter in other.params]
-        sharded = {id(param.parameter) for module in root.modules() if state_of(module) for param in state_of(module).params}
+        states = [state_of(module) for module in root.modules() if state_of(module) is not None]
+        sharded = {id(param.parameter) for state in states for param in state.params}
         self.params = list({id(parameter): parameter for parameter in found if id(parameter) not in sharded}.values())
 
 
@@ -54,7 +55,9 @@ def _split_states(host, states):
     try:
         states = list(states)
     except TypeError:
-        raise TypeError(f"ignored_states should be an iterable of parameters or modules, but got {type(states)}") from None
+        raise TypeError(
+            f"ignored_states should be an iterable of parameters or modules, but got {type(states)}"
+        ) from None
     if all(isinstance(state, host.Parameter) for state in states):
         return [], states
     if all(isinstance(state, host.Module) for state in states):
@@ -163,8 +166,8 @@ def materialize(host, root, ignored, param_init_fn):
             continue
         if not hasattr(module, "reset_parameters"):
             raise AttributeError(
-                f"{type(module).__name__} has parameters or buffers on the meta device and no reset_parameters(), which gives "
-                "them values: write one, or pass param_init_fn"
+                f"{type(module).__name__} has parameters or buffers on the meta device and no reset_parameters(), "
+                "which gives them values: write one, or pass param_init_fn"
             )
         with host.no_grad():
             module.to_empty(device="cpu", recurse=False)

@@ -1,4 +1,5 @@
-"""FullyShardedDataParallel for TensorPlay: the names and arguments of tensorplay.distributed.fsdp's class, on the library.
+"""FullyShardedDataParallel for TensorPlay: the names and arguments of tensorplay.distributed.fsdp's class, on the
+library.
 
     from libfsdp.tensorplay.classic import FullyShardedDataParallel as FSDP
 

@@ -1,12 +1,13 @@
-"""FullyShardedDataParallel for torch: the names, arguments and results of torch.distributed.fsdp's class, on the library.
+"""FullyShardedDataParallel for torch: the names, arguments and results of torch.distributed.fsdp's class, on the
+library.
 
     from libfsdp.torch import FullyShardedDataParallel as FSDP
 
     model = FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), sharding_strategy=ShardingStrategy.FULL_SHARD)
 
-Parameters are DTensors over the ranks' mesh, as those of fully_shard, whether use_orig_params is True or False: there is no
-flat parameter, so frozen and trainable parameters mix, and optimizers, clipping and checkpoints see each by its name.
-What is here is torch's side only; the rest is libfsdp.hosts.classic.
+Parameters are DTensors over the ranks' mesh, as those of fully_shard, whether use_orig_params is True or False: there
+is no flat parameter, so frozen and trainable parameters mix, and optimizers, clipping and checkpoints see each by its
+name. What is here is torch's side only; the rest is libfsdp.hosts.classic.
 """
 
 import weakref
@@ -133,22 +134,23 @@ class FullyShardedDataParallel(Wrapper, torch.nn.Module):
 
     module             not wrapped yet; its parameters but for those of wrappers below become one unit
     process_group      the ranks to shard over, all by default; for hybrid strategies (ranks to shard over, replicas)
-    sharding_strategy  FULL_SHARD, SHARD_GRAD_OP (whole from forward to backward), NO_SHARD (whole always, gradients reduced),
-                       HYBRID_SHARD and _HYBRID_SHARD_ZERO2 (sharded within a group or a mesh's second dimension, replicated
-                       over the other; without either sharded over all ranks, which are on one host)
+    sharding_strategy  FULL_SHARD; SHARD_GRAD_OP: whole from forward to backward; NO_SHARD: whole always, gradients are
+                       reduced; HYBRID_SHARD and _HYBRID_SHARD_ZERO2: sharded within a group, or a mesh's second
+                       dimension, replicated over the other; without either over all ranks, which are on one host
     cpu_offload        parameters are in host memory already
-    auto_wrap_policy   which modules below become wrappers of their own: a policy or function of torch.distributed.fsdp.wrap
-    backward_prefetch, forward_prefetch   whether units are gathered ahead; the root's count
-    mixed_precision    MixedPrecision; with auto_wrap_policy, modules of its _module_classes_to_ignore keep full precision
-    ignored_modules, ignored_states       what stays as it is, whole on every rank, and is not reduced
+    auto_wrap_policy   which modules below become wrappers: a policy or function of torch.distributed.fsdp.wrap
+    backward_prefetch  when units are gathered ahead in backward; of the root
+    mixed_precision    with auto_wrap_policy, modules of its _module_classes_to_ignore keep full precision
+    ignored_modules, ignored_states   what stays as it is, whole on every rank, and is not reduced
     param_init_fn      module -> None, for modules on the meta device; else their reset_parameters()
     device_id          None or "cpu"
-    sync_module_states begin with the first rank's parameters and buffers
-    limit_all_gathers, use_orig_params    accepted: the library limits itself, and parameters are the original ones
+    sync_module_states   begin with the first rank's parameters and buffers
+    forward_prefetch   whether units are gathered ahead in forward; of the root
+    limit_all_gathers, use_orig_params   accepted: the library limits itself, and parameters are the original ones
     device_mesh        in place of process_group
 
-    Raises ValueError for arguments that contradict each other, scalar parameters, parameters on other devices and parameters
-    that another wrapper has; RuntimeError without a process group that the arguments need.
+    Raises ValueError for arguments that contradict each other, scalar parameters, parameters on other devices and
+    parameters that another wrapper has; RuntimeError without a process group that the arguments need.
     """
 
     host = HOST
@@ -237,13 +239,15 @@ def _check_device(device_id):
 
 # ---- Which ranks -----------------------------------------------------------------------------------------------------
 
-_known = weakref.WeakValueDictionary()  # by the objects that say which ranks: wrappers with the same arguments share Ranks
+_known = weakref.WeakValueDictionary()  # by what says which ranks: wrappers with the same arguments share Ranks
 
 
 def _ranks(strategy, process_group, mesh):
     """The Ranks that the arguments mean."""
     if process_group is not None and mesh is not None:
-        raise ValueError("Cannot pass both process_group and device_mesh at the same time. Please just pass only one of them.")
+        raise ValueError(
+            "Cannot pass both process_group and device_mesh at the same time. Please just pass only one of them."
+        )
     hybrid, shards = strategy in _HYBRID, strategy is not ShardingStrategy.NO_SHARD
     groups = process_group if isinstance(process_group, tuple) else (process_group,)
     key = (hybrid, shards, id(mesh), id(dist.group.WORLD), *map(id, groups))
@@ -271,8 +275,8 @@ def _mesh(groups, process_group, hybrid):
         return default_mesh()
     if hybrid and len(groups) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in groups):
         raise ValueError(
-            "Expected process_group to be passed in as either None or Tuple[dist.ProcessGroup, dist.ProcessGroup] but got "
-            f"{type(process_group)}"
+            "Expected process_group to be passed in as either None or Tuple[dist.ProcessGroup, dist.ProcessGroup] but "
+            f"got {type(process_group)}"
         )
     if not hybrid:
         if len(groups) != 1:
