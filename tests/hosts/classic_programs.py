@@ -89,7 +89,7 @@ def alone():
 
 
 def ours(net=Net, policy=ModuleWrapPolicy({Block}), **options):
-    from libfsdp.torch.classic import FullyShardedDataParallel
+    from libfsdp.torch import FullyShardedDataParallel
 
     return FullyShardedDataParallel(net() if isinstance(net, type) else net, auto_wrap_policy=policy, **options)
 

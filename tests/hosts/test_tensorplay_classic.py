@@ -42,7 +42,7 @@ def network():
 
 
 def ours(module=None, policy=None, **options):
-    from libfsdp.tensorplay.classic import FullyShardedDataParallel
+    from libfsdp.tensorplay import FullyShardedDataParallel
 
     policy = policy or ModuleWrapPolicy({Block})
     return FullyShardedDataParallel(module or network(), auto_wrap_policy=policy, **options)
@@ -122,7 +122,7 @@ def training(job):
 
 def programs(job):
     """Mixed strategies and ignored modules, no_sync, communication hooks, precision, a penalty, misuse."""
-    from libfsdp.tensorplay.classic import FullyShardedDataParallel as FSDP
+    from libfsdp.tensorplay import FullyShardedDataParallel as FSDP
 
     rank, size = job.rank, job.size
     norms, wanted = alone()
@@ -195,7 +195,7 @@ def programs(job):
 def dicts(job):
     """Full, sharded and local state dicts of nested wrappers, saved, loaded and trained on; summon_full_params, apply.
     """
-    from libfsdp.tensorplay.classic import FullyShardedDataParallel as FSDP
+    from libfsdp.tensorplay import FullyShardedDataParallel as FSDP
 
     rank, size = job.rank, job.size
     for strategy in (FULL, GRAD_OP, NO):
@@ -239,7 +239,7 @@ def dicts(job):
 
 def scaling(job):
     """Infinity in one rank's shard: all ranks skip the step and halve the scale."""
-    from libfsdp.tensorplay.scaler import ShardedGradScaler
+    from libfsdp.tensorplay import ShardedGradScaler
 
     model = ours()
     scaler = ShardedGradScaler(init_scale=8.0, growth_interval=2)

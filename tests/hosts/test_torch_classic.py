@@ -233,7 +233,7 @@ def wrapped_paths(model, kind):
 
 
 def policies(job):
-    from libfsdp.torch.classic import FullyShardedDataParallel as FSDP
+    from libfsdp.torch import FullyShardedDataParallel as FSDP
 
     every = [
         ModuleWrapPolicy({Block}),
@@ -288,7 +288,7 @@ def ignoring(job):
         loss_of(model, x[rank::size], y[rank::size]).backward()
         assert model.blocks[0].up.weight.grad.shape == (2 * WIDTH + 3, WIDTH)
         assert "blocks.0.up.weight" in model.state_dict()
-    from libfsdp.torch.classic import FullyShardedDataParallel as FSDP
+    from libfsdp.torch import FullyShardedDataParallel as FSDP
 
     net = Net()
     net.blocks[1] = FSDP(net.blocks[1], ignored_modules=[net.blocks[1].up])
@@ -351,7 +351,7 @@ def beginning(job):
 
 def misuse(job):
     """The classes of errors are torch's, and nothing hangs."""
-    from libfsdp.torch.classic import FullyShardedDataParallel as FSDP
+    from libfsdp.torch import FullyShardedDataParallel as FSDP
 
     def both(ours_options, theirs_options=None, net=Net, policy=None):
         same_error(

@@ -90,6 +90,20 @@ def summoning(job):
         with torch.no_grad():
             torch.testing.assert_close(model(x) / 2, plain_of(model)(x) / 2)
 
+        # between forward and backward: backward computes with what was written, in units that stayed full too
+        beside.load_state_dict(model.state_dict())
+        for each, kind in ((model, cls), (beside, other)):
+            each.zero_grad()
+            loss = loss_of(each, x[rank::size], y[rank::size])
+            with kind.summon_full_params(each), torch.no_grad():
+                each.blocks[1].down.weight.mul_(3)
+                each.words.weight.mul_(0.5)
+            loss.backward()
+        with cls.summon_full_params(model, with_grads=True), other.summon_full_params(beside, with_grads=True):
+            its = dict(beside.named_parameters())
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(p.grad, its[name].grad, rtol=1e-5, atol=1e-6, msg=lambda m: f"{name}: {m}")
+
         def fill(module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 assert module.bias.shape == (module.out_features,)
@@ -107,7 +121,7 @@ def plain_of(model):
 
 def dicts(job):
     """Each type of state dict, saved and loaded between wrappers, plain modules and torch's own."""
-    from libfsdp.torch.classic import FullyShardedDataParallel as FSDP
+    from libfsdp.torch import FullyShardedDataParallel as FSDP
 
     rank, size = job.rank, job.size
     for strategy in (FULL, GRAD_OP, NO, HYBRID):
@@ -182,7 +196,7 @@ def checkpoints(job):
     """torch's distributed checkpoint functions see the model's own names."""
     import torch.distributed.checkpoint.state_dict as dcp
 
-    from libfsdp.torch.classic import FullyShardedDataParallel as FSDP
+    from libfsdp.torch import FullyShardedDataParallel as FSDP
 
     model = ours()
     full = dcp.get_model_state_dict(model, options=dcp.StateDictOptions(full_state_dict=True))
@@ -204,7 +218,7 @@ def scaling(job, bad_rank):
     """Case A17: what one rank's shard holds decides for all; a rank that owns no elements; several optimizers."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Original
 
-    from libfsdp.torch.scaler import ShardedGradScaler
+    from libfsdp.torch import ShardedGradScaler
 
     rank, size = job.rank, job.size
     net = nn.Sequential(nn.Linear(3, size - 1), nn.Linear(size - 1, 2))  # the last rank owns nothing of the first

@@ -45,9 +45,7 @@ def joined(norms, p):
 
 def _agreed(iteration, norm):
     """The largest of the ranks' numbers, NaN where one is."""
+    number = array.array("d", [norm])
     for model in iteration.models.values():
-        bad = math.isnan(norm)
-        pair = array.array("d", [0.0 if bad else norm, bad])
-        model.group.all_reduce(pair, op="max")
-        norm = math.nan if pair[1] else pair[0]
-    return norm
+        model.group.all_reduce(number, op="max")
+    return number[0]

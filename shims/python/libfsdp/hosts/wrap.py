@@ -28,8 +28,6 @@ class Ignored:
                 raise ValueError("`ignored_modules` should not include FSDP modules")
         self.modules = {below for module in given for below in module.modules() if state_of(below) is None}
         nested = [module._ignored for module in root.modules() if hasattr(type(module), "_fsdp_wrapper")]
-        for other in nested:
-            self.modules |= other.modules
         found = [*params, *(parameter for module in self.modules for parameter in module.parameters())]
         found += [parameter for other in nested for parameter in other.params]
         states = [state_of(module) for module in root.modules() if state_of(module) is not None]

@@ -40,6 +40,8 @@ _HOMES = {  # what is imported when it is asked for
     "fully_shard": ".composable",
     "register_fsdp_forward_method": ".composable",
     "share_comm_ctx": ".composable",
+    "FullyShardedDataParallel": ".classic",
+    "ShardedGradScaler": ".scaler",
 }
 __all__ = ["BACKEND", "NEEDS", "register", *_HOMES]
 

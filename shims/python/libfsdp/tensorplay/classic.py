@@ -1,7 +1,7 @@
 """FullyShardedDataParallel for TensorPlay: the names and arguments of tensorplay.distributed.fsdp's class, on the
 library.
 
-    from libfsdp.tensorplay.classic import FullyShardedDataParallel as FSDP
+    from libfsdp.tensorplay import FullyShardedDataParallel as FSDP
 
     model = FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}))
 

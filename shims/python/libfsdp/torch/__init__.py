@@ -14,6 +14,7 @@ it is only on the path, or TORCH_DEVICE_BACKEND_AUTOLOAD is 0, `import libfsdp.t
 Options           for pg_options: how a group talks, where the defaults won't do
 ProcessGroup      the class of groups with this backend
 fully_shard       and what belongs to it: FSDPModule, MixedPrecisionPolicy, ... (composable.py)
+FullyShardedDataParallel, ShardedGradScaler   the classic wrapper (classic.py) and loss scaling, with torch's arguments
 
 Importing this module starts no thread and loads no shared object: the first group does. What a group raises are torch's
 classes and the library's at once (see errors.py).
@@ -77,6 +78,8 @@ _HOMES = {  # what is imported when it is asked for: `import torch` comes throug
     "fully_shard": "composable",
     "register_fsdp_forward_method": "composable",
     "share_comm_ctx": "composable",
+    "FullyShardedDataParallel": "classic",
+    "ShardedGradScaler": "scaler",
 }
 __all__ = ["BACKEND", "register", *_HOMES]
 
