@@ -581,7 +581,7 @@ def hooks(job):
     from torch.distributed.algorithms._comm_hooks import default_hooks
 
     rank, size = job.rank, job.size
-    _, wanted = alone()
+    norms, wanted = alone()
     for strategy in (FULL, GRAD_OP, NO):
         plain = default_hooks.allreduce_hook if strategy is NO else default_hooks.reduce_scatter_hook
         for hook, kind, tolerance in (
@@ -600,7 +600,8 @@ def hooks(job):
             model.register_comm_hook(state, hook if tolerance > 0.1 else spy)
             with raises(AssertionError, "already"):
                 model.register_comm_hook(state, hook)
-            train(model, rank, size, clip=clip_wrapped)
+            got = train(model, rank, size, clip=clip_wrapped)
+            assert all(abs(a - b) < max(tolerance, 1e-5) * b for a, b in zip(got, norms)), (strategy, hook, got)
             distance = far(model.state_dict(), wanted)
             assert distance < tolerance, (strategy, hook, distance)
             assert tolerance < 0.1 or distance > 1e-6  # it has been compressed

@@ -167,7 +167,7 @@ def dicts(job):
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             sharded = model.state_dict()
         other = ours(sharding_strategy=NO)
-        other.load_state_dict(sharded)
+        other.load_state_dict(sharded, assign=True)
         assert far(other.state_dict(), model.state_dict()) == 0
         around = nn.ModuleDict({"net": model, "extra": nn.Linear(2, 2)})
         state = around.state_dict()
