@@ -10,6 +10,8 @@
   iteration.py   what the units of one root share: the library's models, where forward and backward begin and end
   api.py         the methods that a sharded module has
   tree.py        tensors in nested arguments and results
+  classic.py     the wrapper FullyShardedDataParallel; with wrap.py (what is wrapped and ignored), summon.py (whole
+                 parameters), state_dict.py and norm.py (clipping)
   comm.py        what programs put in place of the library's communication
 
 The life of a unit. `fully_shard` cuts the parameters and puts this rank's shards in the module. The first forward of the
