@@ -433,10 +433,33 @@ def test_the_readme_runs_as_printed(tmp_path, index):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_demo_holds():
-    pytest.importorskip("sklearn")
+def demo(*arguments):
     from conftest import run_python
 
-    done = run_python(ROOT / "ci" / "digits.py", "--epochs", "8", "--ranks", "3")
+    return run_python(ROOT / "ci" / "digits" / "compare.py", *arguments, timeout=55)
+
+
+def test_the_demo_holds(tmp_path):
+    pytest.importorskip("sklearn")
+    picture = tmp_path / "curves.png"
+    done = demo("--epochs", "8", "--ranks", "3", "--plot", picture)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("HOLDS")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("--epochs", "0"), "--epochs: give at least 1"),
+        (("--ranks", "65"), "--ranks: give 1 to 64"),
+        (("--host", "tensorflow"), "'numpy', 'torch', 'tensorplay'"),
+        (("--plot", "curves.txt"), ".png"),
+        (("--plot", "/nowhere/curves.png"), "there is no folder /nowhere"),
+        (("--host", "torch", "--python", "/bin/false"), "/bin/false has no torch"),
+    ],
+)
+def test_the_demo_names_what_is_wrong_with_its_arguments(arguments, said):
+    done = demo(*arguments)
+    assert done.returncode != 0 and said in done.stderr, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
