@@ -79,6 +79,9 @@ def training(job):
         distance = far(model.state_dict(), wanted)
         assert distance < 1e-6, (each, distance)
         strategy = each.get("sharding_strategy") or FULL
+        loss_of(model, *batches(1)[0])
+        full = [unit.state == "unsharded" for unit in units(model)]  # the root's first
+        assert strategy is NO or full == [True, *[strategy in (GRAD_OP, HYBRID_GRAD_OP)] * 3], (each, full)
         assert model.sharding_strategy is strategy
         assert len({unit.model for unit in units(model)}) == 1  # all units share slots
         if model.rank == 0:

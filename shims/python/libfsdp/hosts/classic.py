@@ -31,13 +31,11 @@ class ClassicHost(Host):
 
     api               where its names are: StateDictType, FullStateDictConfig, ..., StateDictSettings
     hooks             {communication hook of the framework's: what is called in its place}
-    plain_shards      whether shards are plain tensors of this rank's shape, so that a sharded state dict holds such
     SummonMisuse      the exception for arguments of summon_full_params that exclude each other
     """
 
     api = None
     hooks = {}
-    plain_shards = False
     SummonMisuse = NotImplementedError
 
     def broadcast(self, tensor, group):

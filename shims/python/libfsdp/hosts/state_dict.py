@@ -91,8 +91,7 @@ def loadable(wrapper, entries, prefix, hidden):
         entries[f"{prefix}{hidden}.{key[len(prefix) :]}"] = entries.pop(key)
     if not wrapper._summoned:
         state.reshard_now()
-    kind = wrapper._state_dict_type.name
-    local = kind == LOCAL or (kind == SHARDED and host.plain_shards)
+    local = wrapper._state_dict_type.name == LOCAL
     with host.no_grad():
         for name, param in names_of(wrapper):
             key = f"{prefix}{hidden}.{name}"

@@ -38,7 +38,6 @@ _BACKWARD = {BackwardPrefetch.BACKWARD_PRE: "pre", BackwardPrefetch.BACKWARD_POS
 
 class _Host(ClassicHost, TensorPlayHost):
     api = api
-    plain_shards = True
     SummonMisuse = ValueError
 
     def broadcast(self, tensor, group):
@@ -59,8 +58,7 @@ class _Host(ClassicHost, TensorPlayHost):
         return nn.Parameter(tensor, requires_grad=requires_grad)
 
     def shard_of_value(self, value, param, ranks, local):
-        shape = tuple(value.shape)
-        if shape != param.shape or (local and shape == tuple(param.parameter.shape)):
+        if tuple(value.shape) != param.shape:
             return value  # a shard, or what the module says
         dim = param.placement.dim
         start, length = shard_extent(param.shape[dim], ranks.shard_rank, ranks.shard_size)
