@@ -2,7 +2,9 @@
 asks for a future. How an operation ends is hosts.work's.
 """
 
+import atexit
 import threading
+import time
 
 import torch
 import torch.distributed as dist
@@ -156,7 +158,27 @@ class _Future(torch.futures.Future):
         if self.done():
             return super().add_done_callback(lambda _: callback(self))
 
+        def run():
+            try:
+                callback(self)
+            finally:
+                _threads.discard(threading.current_thread())
+
         def start(_):
-            threading.Thread(target=callback, args=(self,), name="libfsdp future", daemon=True).start()
+            thread = threading.Thread(target=run, name="libfsdp future", daemon=True)
+            _threads.add(thread)
+            thread.start()
 
         super().add_done_callback(start)
+
+
+_threads = set()  # that run callbacks of futures
+
+
+@atexit.register
+def _finish_callbacks():
+    """A thread that wants the interpreter while it ends takes the process down, where it has C++ below it. One that waits
+    for another rank is left to the end of its group."""
+    deadline = time.monotonic() + 1
+    for thread in list(_threads):
+        thread.join(max(0, deadline - time.monotonic()))
