@@ -33,8 +33,16 @@ class Host:
         raise NotImplementedError
 
     def twin(self, tensor):
-        """Another tensor on the same memory, with no place in autograd, and no view of the first."""
+        """Another tensor on the same memory, with no place in autograd, and no view of the first: what `unreadable` does
+        to the first holds for it."""
         raise NotImplementedError
+
+    def unreadable(self, fulls):
+        """Full parameters have lost their values: where the framework can do so, let it refuse to use them (their twins,
+        which share what it keeps for that) in a backward."""
+
+    def readable(self, fulls):
+        """And they have values again."""
 
     def address(self, tensor):
         """Where a tensor's elements begin: an integer."""
@@ -82,6 +90,10 @@ class Host:
     def at_end_of_backward(self, function):
         """Call function() when the backward pass that is running is over."""
         raise NotImplementedError
+
+    def records_backward(self):
+        """Whether the backward that is running is recorded (create_graph), so that it can be differentiated itself."""
+        return False
 
     def backward_id(self):
         """A number for the backward pass that is running, another one for a pass inside it; None where the framework

@@ -30,6 +30,7 @@ class Iteration:
         self.depth = 0  # how often that one has been entered
         self.broken = False  # a forward or backward ended with an exception
         self.in_backward = False
+        self.recording = False  # of the last backward: it was recorded, and its graph holds the full parameters
         self.is_last_backward = root.is_last_backward
         self._generation = 0  # of units that were made anew, as their parameters' dtype changed
         self._find()
@@ -184,7 +185,7 @@ class Iteration:
         """The first gradient of this pass is here."""
         if self.in_backward:
             return
-        self.in_backward = True
+        self.in_backward, self.recording = True, self.host.records_backward()
         self.host.at_end_of_backward(self._finish)
         self.settle_gradients()
         for each in self.states:
@@ -203,12 +204,15 @@ class Iteration:
         try:
             for state in self.states:
                 state.finish_backward()
-            if self.is_last_backward:
+            if self.is_last_backward and not self.recording:
                 for model in self.models.values():
                     model.finish_backward()
                 for state in self.states:
                     if state.unit is not None:
                         state.hide()
+            elif self.recording:
+                for state in self.states:
+                    state.show_shards()
             for state in self.states:
                 state.end_backward()
         except BaseException:
@@ -230,7 +234,7 @@ class Iteration:
                 if not param.frozen:
                     param.parameter.grad = None
         self.forward_root, self.depth = None, 0
-        self.broken = self.in_backward = False
+        self.broken = self.in_backward = self.recording = False
 
     def check_root(self, state):
         if state is not self.root:

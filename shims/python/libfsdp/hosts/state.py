@@ -75,7 +75,7 @@ class State:
         self.in_backward = False  # from the first gradient of an output to the reduction
         self.by_hand = False  # unshard() was called, and nothing has resharded since
         self.ran_forward = self.reduced = False  # since the last backward ended; in this one
-        self._full = None  # the tensors that modules show while the unit is full
+        self._full = None  # the tensors of the last graph, which modules show again for its backward
         self._pass = None  # the backward pass of in_backward
         self._waiting = []  # gradients from passes inside that one
         self._running = set()  # of several modules, those that forward has yet to reach
@@ -102,17 +102,25 @@ class State:
         else:
             trainable = self.twins(frozen=False)
         trainable, frozen = iter(trainable), iter(self.twins(frozen=True))
-        self._full = [
+        full = [
             self.host.present(next(frozen if param.frozen else trainable), param.placement) for param in self.params
         ]
-        self._show()
+        if self.host.grad_enabled():  # else an earlier graph may be waiting for its backward
+            self._full = full
+        self._show(full)
 
-    def _show(self):
-        for param, tensor in zip(self.params, self._full):
+    def _show(self, full):
+        self.host.readable([param.full for param in self.params])
+        for param, tensor in zip(self.params, full):
             param.show(tensor)
 
     def hide(self):
         self.by_hand = False
+        if self.unit is not None:
+            self.host.unreadable([param.full for param in self.params])
+        self.show_shards()
+
+    def show_shards(self):
         for param in self.params:
             param.hide()
 
@@ -167,7 +175,7 @@ class State:
         if self.in_backward:  # forward once more, for backward: what it needs is here
             if self.unit is not None:
                 self.unit.pre_backward()
-                self._show()
+                self._show(self._full)
             return self._cast(args), self._cast(kwargs)
         if len(self.modules) > 1:
             if self._running:
@@ -267,7 +275,7 @@ class State:
             self.unit.pre_backward()
             if self.comm.all_gather is not None:
                 self.comm.gather()
-            self._show()
+            self._show(self._full)
 
     def input_gradient(self, call, left, index):
         """A gradient of an input is here, of a unit without trainable parameters."""
@@ -275,7 +283,7 @@ class State:
         if left or not self.in_backward:
             return
         self._open.discard(call)  # the gradient of an input may be that of another call's output, which is open then
-        if not self._open and self.reshard_after_backward:
+        if not self._open and self.reshards_after_backward():
             self.in_backward = False
             self.unit.reshard()
             self.hide()
@@ -303,26 +311,32 @@ class State:
         first, self._waiting = self._waiting, []
         for earlier in first:
             grads = [added(one, grad) for one, grad in zip(earlier, grads)]
+        grads = [grad if param.parameter.requires_grad else None for grad, param in zip(grads, self.params)]
         self.in_backward = False
         self._open.clear()
         if self.comm.reduces:
             self.comm.reduce(grads)
-            if self.reshard_after_backward:
+            if self.reshards_after_backward():
                 self.unit.reshard()
         else:
             self._tell_settings()
             with self.host.named(f"libfsdp::post_backward {self.name}"):
                 self.unit.post_backward(grads, lend=self.host.lend)
         self.reduced = True
-        if self.reshard_after_backward:
+        if self.reshards_after_backward():
             self.hide()
 
+    def reshards_after_backward(self):
+        """Not when backward is recorded itself: then its graph needs the full parameters in the next one."""
+        return self.reshard_after_backward and not self.iteration.recording
+
     def _tell_settings(self):
-        wanted = self.reduce_grads, self.all_reduce_grads, self.divisor
+        wanted = self.reduce_grads, self.all_reduce_grads, self.divisor, self.reshards_after_backward()
         if self.told != wanted:
             self.unit.set_gradient_sync(self.reduce_grads)
             self.unit.set_all_reduce(self.all_reduce_grads)
             self.unit.set_gradient_divisor(self.divisor)
+            self.unit.set_reshard_after_backward(self.reshards_after_backward())
             self.told = wanted
 
     def settle_gradients(self):
@@ -363,5 +377,4 @@ class State:
         self.in_backward = self.by_hand = self.ran_forward = self.reduced = False
         self._waiting, self._running, self._open, self._pass = [], set(), set(), None
         self.comm.forget()
-        for param in self.params:
-            param.hide()
+        self.hide()

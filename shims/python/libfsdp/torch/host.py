@@ -20,6 +20,8 @@ from ..hosts.host import Host
 from ..hosts.state import gather_function
 from .tensors import lend
 
+_set_versions = torch._C._autograd._unsafe_set_version_counter
+_NO_VALUES = 1 << 24  # added to the version of a tensor that has none
 _HELD = 2  # references to an object that nothing but its holder and a call's argument has
 
 
@@ -53,10 +55,20 @@ class TorchHost(Host):
         return _describe(tensor, tensor.data_ptr(), head.code, head.bits, tensor.shape, tensor.stride())
 
     def adopt(self, tensor):
-        return torch.from_dlpack(tensor)
+        with torch.inference_mode(False):  # they outlive what is running now
+            return torch.from_dlpack(tensor)
 
     def twin(self, tensor):
-        return torch.empty(0, dtype=tensor.dtype).set_(tensor)
+        return tensor.detach()
+
+    def unreadable(self, fulls):
+        """By the version, which twins share and autograd compares: backward then raises that they were modified."""
+        fulls = [full for full in fulls if full._version < _NO_VALUES]
+        _set_versions(tuple(fulls), tuple(full._version + _NO_VALUES for full in fulls))
+
+    def readable(self, fulls):
+        fulls = [full for full in fulls if full._version >= _NO_VALUES]
+        _set_versions(tuple(fulls), tuple(full._version - _NO_VALUES for full in fulls))
 
     def address(self, tensor):
         return tensor.data_ptr()
@@ -91,10 +103,21 @@ class TorchHost(Host):
         return self._gather.apply(anchor, use)
 
     def on_gradient(self, tensor, function):
-        tensor.register_hook(function)
+        if tensor.grad_fn is not None:
+            tensor.register_hook(function)
+            return
+
+        def once(grad):  # a leaf outlives the graph, and would gather hooks
+            handle.remove()
+            return function(grad)
+
+        handle = tensor.register_hook(once)
 
     def at_end_of_backward(self, function):
         Variable._execution_engine.queue_callback(function)
+
+    def records_backward(self):
+        return torch.is_grad_enabled()
 
     def backward_id(self):
         return torch._C._current_graph_task_id()
