@@ -96,8 +96,8 @@ class Host:
         return False
 
     def backward_id(self):
-        """A number for the backward pass that is running, another one for a pass inside it; None where the framework
-        does not say."""
+        """A number for the backward pass that is running, another one for a pass inside it; -1 when none is. None where
+        the framework does not say."""
         return None
 
     def outside_graph(self, function):

@@ -121,8 +121,10 @@ class Iteration:
 
     def begin_forward(self, state):
         if self.forward_root is None:
-            if self.broken or (self.in_backward and state is self.root):
+            if self.in_backward and state is self.root:
                 self.reset()
+            elif self.broken:
+                self._go_on()
             self.forward_root, self.depth = state, 1
             self.settle()
         elif self.forward_root is state:
@@ -139,6 +141,11 @@ class Iteration:
         if not self.in_backward:  # where it may be a part that is computed again, and need not go to its end
             self.broken = True
         self.forward_root, self.depth = None, 0
+
+    def notice_failed_backward(self):
+        """A backward that an exception has ended does not call back: then a forward finds that none is running."""
+        if self.in_backward and self.host.backward_id() == -1:
+            self.reset()
 
     def settle(self):
         """Between iterations programs write shards, put other values or tensors in their place, freeze and thaw. Does
@@ -201,6 +208,7 @@ class Iteration:
 
     def _finish(self):
         """The autograd engine's callback."""
+        complete = False
         try:
             for state in self.states:
                 state.finish_backward()
@@ -215,14 +223,31 @@ class Iteration:
                     state.show_shards()
             for state in self.states:
                 state.end_backward()
-        except BaseException:
-            self.broken = True
-            raise
+            complete = True
         finally:
-            self.in_backward = False
+            self.in_backward = not complete  # then the next forward notices
             self.forward_root, self.depth = None, 0
 
     # ---- After an exception ----
+
+    def _go_on(self):
+        """After a failed forward: what earlier backwards have put into `.grad` stays."""
+        if any(state.unsynced for state in self.states):
+            raise RuntimeError(
+                "a forward has failed while gradients were being accumulated without sync, which can't be kept: call "
+                f"reset_iter_state() of {self.root.name}, the outermost module, and begin the accumulation anew"
+            )
+        kept = [
+            (param, self.host.local(param.parameter.grad))
+            for state in self.states
+            for param in state.params
+            if not param.frozen and param.parameter.grad is not None
+        ]
+        with self.host.no_grad():
+            kept = [(param, grad.clone()) for param, grad in kept]
+        self.reset()
+        for param, grad in kept:
+            param.parameter.grad = self.host.gradient(param.parameter, grad)
 
     def reset(self):
         """As between iterations again, on all ranks alike: units sharded, gradients dropped."""

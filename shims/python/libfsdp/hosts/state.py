@@ -75,6 +75,7 @@ class State:
         self.in_backward = False  # from the first gradient of an output to the reduction
         self.by_hand = False  # unshard() was called, and nothing has resharded since
         self.ran_forward = self.reduced = False  # since the last backward ended; in this one
+        self.unsynced = False  # the library has gradients that no `.grad` shows yet
         self._full = None  # the tensors of the last graph, which modules show again for its backward
         self._pass = None  # the backward pass of in_backward
         self._waiting = []  # gradients from passes inside that one
@@ -172,6 +173,8 @@ class State:
     def pre_forward(self, module, args, kwargs):
         """The forward pre-hook: (args, kwargs) to go on with."""
         self._raising = sys.exc_info()[1]
+        if self.iteration is not None:
+            self.iteration.notice_failed_backward()
         if self.in_backward:  # forward once more, for backward: what it needs is here
             if self.unit is not None:
                 self.unit.pre_backward()
@@ -323,6 +326,7 @@ class State:
             with self.host.named(f"libfsdp::post_backward {self.name}"):
                 self.unit.post_backward(grads, lend=self.host.lend)
         self.reduced = True
+        self.unsynced = not (self.reduce_grads and self.all_reduce_grads)
         if self.reshards_after_backward():
             self.hide()
 
@@ -374,7 +378,7 @@ class State:
 
     def forget(self):
         """After an exception."""
-        self.in_backward = self.by_hand = self.ran_forward = self.reduced = False
+        self.in_backward = self.by_hand = self.ran_forward = self.reduced = self.unsynced = False
         self._waiting, self._running, self._open, self._pass = [], set(), set(), None
         self.comm.forget()
         self.hide()
