@@ -1,12 +1,12 @@
 """The demo: trains a classifier of scikit-learn's handwritten digits four times, and says whether it came to the same.
 
-The first time it is one process of the host (NumPy layers, torch, TensorPlay), without libfsdp: the reference. Then
-libfsdp shards its parameters over one rank and over several, and at last the host's own FSDP does, on gloo, if it has one.
-All runs begin with the same values and take the same steps on the same batches; with several ranks, each computes on its
-part of every batch. So the parameters at the end may differ by round-off, and by nothing else. The bound on that: sums of
-float32 numbers taken in another order differ by a few units in the last place, and training at this rate does not amplify
-them, so that 64 units in the last place of the largest parameter are ample (8e-6, where a gradient scaled wrongly moves
-parameters by 0.1). The host's own FSDP is measured beside libfsdp; the verdict is about libfsdp only.
+The first time it is one process of the host (NumPy layers, torch, TensorPlay), without sharding: the reference. Then
+libfsdp shards its parameters over one rank and over several, and at last the host's own FSDP does, on gloo, if it has
+one. All runs begin with the same values and take the same steps on the same batches; with several ranks, each computes
+on its part of every batch. So the parameters at the end may differ by round-off, and by nothing else. The bound on it:
+sums of float32 numbers taken in another order differ by a few units in the last place, and training at this rate does
+not amplify them, so that 64 units in the last place of the largest parameter are ample (7e-6, where a gradient scaled
+wrongly moves parameters by 0.1). The host's own FSDP is measured beside libfsdp; the verdict is about libfsdp only.
 
 This file makes the data and compares; rank.py is what each rank runs, in the host's own Python.
 """
@@ -49,7 +49,7 @@ def parse():
     )
     parser.add_argument("--ranks", type=int, default=2, help="ranks of the runs with several (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=30, help="passes over the data (default: %(default)s)")
-    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="where the curves go (default: build/demo.png)")
+    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="the curves' file (default: build/demo.png)")
     parser.add_argument("--python", default=sys.executable, help=argparse.SUPPRESS)  # that of the host
     options = parser.parse_args()
     if options.epochs < 1:
@@ -115,10 +115,10 @@ def write_task(path, epochs):
     count = len(labels) - HELD_OUT  # to learn from
     rng = np.random.default_rng(1)
     values = {}
-    for index, (inputs, outputs) in enumerate(zip(SIZES, SIZES[1:])):
+    for index, (inputs, outputs) in enumerate(zip(SIZES, SIZES[1:])):  # between two of them is a Tanh
         bound = inputs**-0.5
         for name, shape in (("weight", (outputs, inputs)), ("bias", outputs)):
-            values[f"{2 * index}.{name}"] = rng.uniform(-bound, bound, shape).astype("float32")  # between them is a Tanh
+            values[f"{2 * index}.{name}"] = rng.uniform(-bound, bound, shape).astype("float32")
     shuffle = np.random.default_rng(2)
     whole = count // BATCH * BATCH
     batches = np.stack([shuffle.permutation(count)[:whole].reshape(-1, BATCH) for _ in range(epochs)])
@@ -205,8 +205,8 @@ def report(options, title, runs, steps):
     off = max(run.difference(reference) for run in runs[1:3])
     holds = off <= bound and several.accuracy > LEAST_ACCURACY
     print(
-        f"{'HOLDS' if holds else 'DOES NOT HOLD'}: after {steps} steps libfsdp's parameters differ from one process's by "
-        f"{off:.1e} at most, where round-off allows {bound:.1e}; accuracy {several.accuracy:.1%}, where "
+        f"{'HOLDS' if holds else 'DOES NOT HOLD'}: after {steps} steps libfsdp's parameters differ from one process's "
+        f"by {off:.1e} at most, where round-off allows {bound:.1e}; accuracy {several.accuracy:.1%}, where "
         f"{LEAST_ACCURACY:.0%} is asked"
     )
     return 0 if holds else 1

@@ -1,8 +1,8 @@
 """What one rank of the demo does:  rank.py HOST WHOSE TASK FOLDER TITLE
 
-HOST: whose modules and optimizer (HOSTS). WHOSE: `alone`, one process without sharding; `libfsdp`; `own`, the host's own
-FSDP on gloo. TASK: the file that compare.py wrote, the same for all runs. The rank leaves its results in FOLDER, in a file
-that its number names; TITLE is for the progress bar of rank 0.
+HOST: whose modules and optimizer (HOSTS). WHOSE: `alone`, one process without sharding; `libfsdp`; `own`, the host's
+own FSDP on gloo. TASK: the file that compare.py wrote, the same for all runs. The rank leaves its results in FOLDER, in
+a file that its number names; TITLE is for the progress bar of rank 0.
 
 A host is a class that makes the network from its first values and takes steps. `train` is the same for all.
 """
@@ -34,7 +34,7 @@ def main():
 
 
 def train(model, images, labels, batches, bar):
-    """Take a step on each batch. Returns the seconds and this rank's losses, whose mean over the ranks is the batch's."""
+    """Take a step on each batch. Returns the seconds and this rank's losses; their mean over the ranks is all's."""
     import numpy as np
 
     losses = np.zeros(len(batches))
@@ -63,7 +63,8 @@ class Bar:
         if not self.visible or not (self.terminal or last):
             return
         filled = self.WIDTH * done // self.total
-        line = f"  {self.title:20} [{'#' * filled}{'.' * (self.WIDTH - filled)}] {done:3}/{self.total} epochs  {seconds:.1f} s"
+        bar = "#" * filled + "." * (self.WIDTH - filled)
+        line = f"  {self.title:20} [{bar}] {done:3}/{self.total} epochs  {seconds:.1f} s"
         print(("\r" if self.terminal else "") + line, end="\n" if last else "", flush=True)
 
 

@@ -1,5 +1,5 @@
-"""ci/demo with the modules of the host that is installed here: torch or TensorPlay. What compares and draws is in build/venv,
-which has the data; only its ranks run in this Python."""
+"""ci/demo with the modules of the host that is installed here: torch or TensorPlay. What compares and draws is in
+build/venv, which has the data; only its ranks run in this Python."""
 
 import importlib.util
 import os
