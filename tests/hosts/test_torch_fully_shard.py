@@ -786,7 +786,7 @@ def memory(job):
         optimizer.zero_grad()
         if step == 20:
             before = kib()
-    assert kib() < before + 2048, (before, kib())
+    assert kib() < before + 12288, (before, kib())  # a leak of one full parameter each step would be 25 MiB
     (library,) = model._get_fsdp_state().iteration.models.values()
     info = library.memory()
     assert info.host_unsharded_peak <= 2 * info.largest_unit  # frozen layers are sharded again as well

@@ -192,8 +192,11 @@ class Iteration:
         """The first gradient of this pass is here."""
         if self.in_backward:
             return
-        self.in_backward, self.recording = True, self.host.records_backward()
         self.host.at_end_of_backward(self._finish)
+        self._begin_backward(self.host.records_backward())
+
+    def _begin_backward(self, recording):
+        self.in_backward, self.recording = True, recording
         self.settle_gradients()
         for each in self.states:
             for param in each.params:
@@ -205,6 +208,13 @@ class Iteration:
         for state in self.states:
             if state.unit is not None:
                 state.settle_gradients()
+
+    def reduce_accumulated(self):
+        """Outside of a backward: what backwards without sync have accumulated."""
+        self._begin_backward(False)
+        for state in self.states:
+            state.ran_forward = True  # so that all are reduced
+        self._finish()
 
     def _finish(self):
         """The autograd engine's callback."""

@@ -10,7 +10,9 @@ What is here is torch's side only: its meshes, DTensors, policies and state dict
 """
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.fsdp import FSDPModule as _TorchModule
+from torch.distributed.fsdp import fully_shard as _torch_fully_shard
 from torch.distributed.tensor import Shard
 
 from ..hosts.api import ShardedModule, UnshardHandle, share_comm_ctx
@@ -68,7 +70,7 @@ def fully_shard(
     mesh = default_mesh() if mesh is None else mesh
     check_mesh(mesh)
     ranks = Ranks(mesh)
-    return shard(
+    shard(
         HOST,
         FSDPModule,
         module,
@@ -78,6 +80,23 @@ def fully_shard(
         policy=mp_policy,
         ignored=ignored_params,
     )
+    for each in [module] if isinstance(module, HOST.Module) else module:
+        each.__dict__.setdefault(STATE_KEY, {})[_torch_fully_shard.__wrapped__] = _StageState(each)
+    return module
+
+
+class _StageState:
+    """What a pipeline stage of torch finds as the state of torch's own fully_shard. A stage lets all micro-batches
+    accumulate without sync, and calls this after the last one."""
+
+    all_states = ()  # those whose reduction the stage would begin one by one
+
+    def __init__(self, module):
+        self._state, self._state_ctx = state_of(module), self
+
+    def _root_post_backward_final_callback(self):
+        if self._state is not None and self._state.iteration is not None:
+            self._state.iteration.reduce_accumulated()
 
 
 fully_shard.state = state_of
