@@ -489,6 +489,11 @@ def between(job):
     other.to(torch.float64)
     other(x[0].double()).sum().backward()
     assert other[0].up.weight.grad.dtype == torch.float64
+    other, plain = ours.fully_shard(network()), network()  # which is full after a forward
+    other(x[0])
+    with torch.no_grad():
+        torch.testing.assert_close(other.to(torch.float64)(x[0].double()), plain.double()(x[0].double()))
+    assert all(isinstance(p, DTensor) for p in other.to(torch.float32).parameters())
     # Values that a program writes to the shards, in whatever way, are what the next forward uses.
     other = sharded()
     for write in (
@@ -563,9 +568,13 @@ def offers(job):
     ours.fully_shard([model[0], model[1]])
     ours.fully_shard(model)
     assert model[0]._get_fsdp_state() is model[1]._get_fsdp_state()
+    nested = network()
+    ours.fully_shard([nested[0], nested[0].up])  # what is inside another of them is that one's
+    assert not isinstance(nested[0].up, ours.FSDPModule) and isinstance(nested[0].up.weight, DTensor)
     train(plain, job, alone=True)
     train(model, job)
     close(model, plain)
+    assert model[0]._get_fsdp_state().unit.info().publications <= 10  # in forward and in backward, not for each module
     # Divided by what one says, alike on a mesh of replicas (A08).
     for mesh in [None] + ([init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))] if n == 4 else []):
         plain, model = network(), sharded(mesh=mesh)
