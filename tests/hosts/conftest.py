@@ -45,6 +45,13 @@ def run_python(*arguments, timeout=60, env=None):
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+def _gloo_hangs(done):
+    """Whether all ranks waited for each other inside gloo: with three ranks and a loaded machine it does so now and then,
+    in TensorPlay's wheels. No rank was in libfsdp then."""
+    inside = any(f"libfsdp/{host}/" in done.stderr for host in ("tensorplay", "torch", "hosts"))
+    return done.returncode != 0 and "gloo/transport" in done.stderr and "Timed out" in done.stderr and not inside
+
+
 @pytest.fixture
 def hosted(request, tmp_path):
     def go(
@@ -60,7 +67,7 @@ def hosted(request, tmp_path):
     ):
         """Run worker(job, *arguments). limit: the groups' timeout in seconds. before: the groups are made for it."""
         count = ("-n", n, "--grace", grace) if launcher[1] == "libfsdp.run" else ()
-        done = run_python(
+        command = (
             *launcher,
             *count,
             pathlib.Path(__file__).with_name(getattr(request.module, "RANK", "torch_rank.py")),
@@ -68,9 +75,12 @@ def hosted(request, tmp_path):
             worker.__name__,
             tmp_path / "store",
             json.dumps([arguments, limit, before]),
-            timeout=timeout,
         )
-        (tmp_path / "store").unlink(missing_ok=True)
+        for _ in range(2):
+            done = run_python(*command, timeout=timeout)
+            (tmp_path / "store").unlink(missing_ok=True)
+            if not _gloo_hangs(done):
+                break
         assert not check or done.returncode == 0, f"code {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 
