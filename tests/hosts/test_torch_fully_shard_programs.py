@@ -2,12 +2,25 @@
 again, forwards between others, outputs that hooks can't see, exceptions that are caught, pipelines. Each beside one
 process with the whole batch."""
 
+import collections
+import dataclasses
 import warnings
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed here; ci/test hosts makes a venv that has it")
-from test_torch_fully_shard import WIDTH, Block, Hidden, Segments, batches, close_gradients, network, refused, sharded
+from test_torch_fully_shard import (
+    WIDTH,
+    Block,
+    Hidden,
+    Segments,
+    Twice,
+    batches,
+    close_gradients,
+    network,
+    refused,
+    sharded,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -99,6 +112,32 @@ def graphs(job):
     for context in (torch.no_grad, torch.inference_mode):
         for reentrant in (True, False):
             both(job, lambda: Segments(reentrant), lambda m, rows: between(m, rows, context), lambda m: [])
+
+    # What is computed again is computed in the unit's dtype.
+    model = Twice("saved")
+    ours.fully_shard(model.block, mp_policy=ours.MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32))
+    ours.fully_shard(model)
+    model(x[0].clone().requires_grad_()).square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+    # Parameters are parameters while they are full too, and outputs are cast in named tuples and dataclasses.
+    @dataclasses.dataclass
+    class Given:
+        value: torch.Tensor
+
+    Pair = collections.namedtuple("Pair", "first second")
+
+    class Gives(nn.Linear):
+        def forward(self, x):
+            assert isinstance(self.weight, nn.Parameter)
+            return Pair(super().forward(x), Given(super().forward(x)))
+
+    model = Gives(WIDTH, 2)
+    ours.fully_shard(model, mp_policy=ours.MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64))
+    pair = model(x[0])
+    assert pair.first.dtype == pair.second.value.dtype == torch.float64
+    pair.second.value.sum().backward()
+    assert model.weight.grad is not None
 
     # A process whose first forward is one in inference mode trains afterwards.
     def evaluated(model, rows):
