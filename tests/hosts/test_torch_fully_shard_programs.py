@@ -23,6 +23,7 @@ from test_torch_fully_shard import (
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import libfsdp.torch as ours
 
@@ -146,6 +147,18 @@ def graphs(job):
         model(x[0][rows]).square().sum().backward()
 
     both(job, network, evaluated)
+
+    # A penalty on the parameters: autograd gives gradients to the shards themselves, after those of the
+    # model and before.
+    def decay(model, rows, first):
+        for i in range(2):
+            out = None if first else model(x[i][rows])
+            values = [(p.to_local(), 1) if isinstance(p, DTensor) else (p, job.size) for p in model.parameters()]
+            penalty = sum(factor * value.square().sum() for value, factor in values)
+            (penalty + (model(x[i][rows]) if out is None else out).square().sum()).backward()
+
+    for first in (True, False):
+        both(job, network, lambda m, rows: decay(m, rows, first))
 
     # A graph that is gone through twice.
     def twice(model, rows):

@@ -77,7 +77,8 @@ class Comm:
                     at, length = self._extent(param, shape, rank)
                     piece = whole.narrow(0, rank * total + start, math.prod(shape)).view(shape)
                     dim = param.placement.dim
-                    param.full.data.narrow(dim, at, length).copy_(piece.narrow(dim, 0, length))  # autograd has not to know
+                    # By .data: for autograd these are the values that forward used.
+                    param.full.data.narrow(dim, at, length).copy_(piece.narrow(dim, 0, length))
 
     # ---- Reduce ----
 
