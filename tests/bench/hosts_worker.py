@@ -36,10 +36,10 @@ class Torch:
         return importlib.import_module("torch.distributed.fsdp").fully_shard
 
     def model(self):
-        """Six transformer layers of 512, and a batch: about 0.4 s of computation."""
+        """Six transformer layers of 512, and a batch of 96 words: about 0.4 s of computation."""
         layer = self.nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
         model = self.nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-        return model, model.layers, self.torch.randn(8, 64, 512)
+        return model, model.layers, self.torch.randn(2, 48, 512)
 
 
 class TensorPlay:
@@ -90,6 +90,7 @@ def gpt(nn, torch):
             self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
             self.layers = nn.ModuleList(Block() for _ in range(4))
             self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+            nn.init.normal_(self.words.weight, std=0.02)
             self.head.weight = self.words.weight
 
         def forward(self, tokens):
@@ -128,8 +129,7 @@ def made(what, whose):
                 parameter.grad = None
             out = model(batch)
             if what == "gpt":
-                flat = out.view(-1, out.shape[-1])
-                loss = nn.functional.cross_entropy(flat, batch.view(-1))
+                loss = nn.functional.cross_entropy(out[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
             else:
                 loss = (out * out).mean()
             loss.backward()
