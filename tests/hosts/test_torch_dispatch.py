@@ -73,7 +73,7 @@ def counted(job):
             dist.all_reduce(torch.ones(2).to_sparse())
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, 4])
 def test_a_mode_counts_every_operation_as_on_gloo(hosted, n):
     hosted(n, counted)
 

@@ -115,14 +115,17 @@ def test_a_program_that_does_not_import_libfsdp_finds_the_backend(installed):
 @both
 def test_a_program_without_import_of_libfsdp_runs_and_may_end_without_destroy(job, launcher):
     done = run(job, launcher, 2, "plain")
-    assert done.returncode == 0 and done.stdout.count("done plain") == 2, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    words = done.stdout  # of two ranks, in each other's lines where torchrun does not part them
+    assert words.count("done") == words.count("plain") == 2, words
     assert "Traceback" not in done.stderr
 
 
 def test_torchrun_restarts_the_ranks(job):
     done = run(job, "torchrun", 2, "restart", "--max-restarts=1")
-    assert done.returncode == 0 and done.stdout.count("done restart") == 2, done.stdout + done.stderr
-    assert done.stdout.count("met") == 4
+    assert done.returncode == 0, done.stdout + done.stderr
+    words = done.stdout
+    assert words.count("done") == words.count("restart") == 2 and words.count("met") == 4, words
 
 
 def addresses(job, folder):

@@ -3,13 +3,14 @@
 A group of torch's own is C++, and hands each call to an operator of torch.ops.c10d: CommDebugMode counts those,
 FakeTensorMode answers for them without communication, and a subclass with `__torch_dispatch__` may take its tensor
 apart. A Python group is called directly. So while a mode is on (`watched`), each method here calls its base class
-instead (`via(super())`), which is C++ and goes that way: pybind11 sees that the call comes from the method that it
+instead (`super()`), which is C++ and goes that way: pybind11 sees that the call comes from the method that it
 would call. Below all modes the operator's kernel for host memory is reached, and that looks for a C++ backend.
-`_install` puts kernels in its place that call our method for groups of ours, and for all others the kernel that was
+`kernels()` puts others in its place, which call our method for groups of ours, and for all others the kernel that was
 there.
 
-They are put there when a mode first sees a group of ours, and stay: a process without modes has torch's kernels as they
-were. PREMUL_SUM, whose factor the operators lose, is applied to the inputs before.
+They are there for the length of that call only: with them in place gloo's groups of three ranks and more lose their
+way now and then (seen with torch 2.11; the kernel is called from Python then). PREMUL_SUM, whose factor the operators
+lose, is applied to the inputs before.
 """
 
 import contextlib
@@ -27,7 +28,8 @@ from .arguments import reducing, scaled
 _c10d = torch._C._distributed_c10d
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 _lock = threading.Lock()
-_library = None  # the torch.library.Library that holds our kernels
+_library = None  # the torch.library.Library that holds our kernels, while calls need it
+_calls = 0  # how many do
 _running = threading.local()  # .work: the last Work of a kernel on this thread; C++ does not keep its Python half
 
 
@@ -37,11 +39,22 @@ watched = _len_torch_dispatch_stack  # how many dispatch modes are on, on this t
 # ---- The way up: arguments for the base class ------------------------------------------------------------------------
 
 
-def via(base):
-    """The base class of a group, once its operators can come back to the group."""
-    if _library is None:
-        _install()
-    return base
+@contextlib.contextmanager
+def kernels():
+    """A block in which the operators come back to groups of ours."""
+    global _library, _calls
+    with _lock:
+        _calls += 1
+        if _library is None:
+            _library = _install()
+    try:
+        yield
+    finally:
+        with _lock:
+            _calls -= 1
+            if not _calls:
+                _library._destroy()
+                _library = None
 
 
 def given(*arguments):
@@ -222,18 +235,14 @@ def _kernel(schema, ours, before):
 
 
 def _install():
-    global _library
-    with _lock:
-        if _library is not None:
-            return
-        library = torch.library.Library("c10d", "IMPL")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that kernels are replaced, which is what this is for
-            for name, ours in _KERNELS.items():
-                operator = f"c10d::{name}"
-                for key in ("CPU", "SparseCPU"):
-                    if hasattr(torch.ops.c10d, name) and _has_kernel(operator, key):
-                        schema = getattr(torch.ops.c10d, name).default._schema
-                        kernel = _kernel(schema, ours, torch.library.get_kernel(operator, key))
-                        library.impl(name, kernel, key, with_keyset=True)
-        _library = library
+    library = torch.library.Library("c10d", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that kernels are replaced, which is what this is for
+        for name, ours in _KERNELS.items():
+            operator = f"c10d::{name}"
+            for key in ("CPU", "SparseCPU"):
+                if hasattr(torch.ops.c10d, name) and _has_kernel(operator, key):
+                    schema = getattr(torch.ops.c10d, name).default._schema
+                    kernel = _kernel(schema, ours, torch.library.get_kernel(operator, key))
+                    library.impl(name, kernel, key, with_keyset=True)
+    return library

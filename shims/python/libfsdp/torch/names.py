@@ -8,7 +8,7 @@ name, so a group has one of the two: where it has the new one, the base class ha
 import torch.distributed as dist
 
 from .arguments import reducing, rooted, scaled
-from .dispatch import given, summing, via, watched
+from .dispatch import given, kernels, summing, watched
 
 
 class _Before:
@@ -16,30 +16,35 @@ class _Before:
 
     def _allgather_base(self, output, input, opts=None, timeout=None):
         if watched():
-            return via(super())._allgather_base(*given(output, input, opts, timeout))
+            with kernels():
+                return super()._allgather_base(*given(output, input, opts, timeout))
         return self._all_gather_tensor(output, input, opts, timeout)
 
     def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):
         if watched():
-            return via(super()).allgather_into_tensor_coalesced(*given(outputs, inputs, opts))
+            with kernels():
+                return super().allgather_into_tensor_coalesced(*given(outputs, inputs, opts))
         return self._all_gather_tensors(outputs, inputs, opts)
 
     def _reduce_scatter_base(self, output, input, opts=None, timeout=None):
         if watched():
             whole = scaled(input, reducing(opts)[1])
-            return via(super())._reduce_scatter_base(*given(output, whole, summing(opts), timeout))
+            with kernels():
+                return super()._reduce_scatter_base(*given(output, whole, summing(opts), timeout))
         return self._reduce_scatter_tensor(output, input, opts, timeout)
 
     def reduce_scatter_tensor_coalesced(self, outputs, inputs, opts=None):
         if watched():
             wholes = [scaled(input, reducing(opts)[1]) for input in inputs]
-            return via(super()).reduce_scatter_tensor_coalesced(*given(outputs, wholes, summing(opts)))
+            with kernels():
+                return super().reduce_scatter_tensor_coalesced(*given(outputs, wholes, summing(opts)))
         return self._reduce_scatter_tensors(outputs, inputs, opts)
 
     def alltoall_base(self, output, input, output_split_sizes, input_split_sizes, opts=None, timeout=None):
         sizes = output_split_sizes, input_split_sizes
         if watched():
-            return via(super()).alltoall_base(*given(output, input, *sizes, opts, timeout))
+            with kernels():
+                return super().alltoall_base(*given(output, input, *sizes, opts, timeout))
         return self._all_to_all_tensor(output, input, *sizes, opts, timeout)
 
 
@@ -48,35 +53,41 @@ class _Since215:
 
     def all_gather_single(self, output, input, opts=None, timeout=None):
         if watched():
-            return via(super()).all_gather_single(*given(output, input, opts, timeout))
+            with kernels():
+                return super().all_gather_single(*given(output, input, opts, timeout))
         return self._all_gather_tensor(output, input, opts, timeout)
 
     def all_gather_single_coalesced(self, outputs, inputs, opts=None):
         if watched():
-            return via(super()).all_gather_single_coalesced(*given(outputs, inputs, opts))
+            with kernels():
+                return super().all_gather_single_coalesced(*given(outputs, inputs, opts))
         return self._all_gather_tensors(outputs, inputs, opts)
 
     def reduce_scatter_single(self, output, input, opts=None, timeout=None):
         if watched():
             whole = scaled(input, reducing(opts)[1])
-            return via(super()).reduce_scatter_single(*given(output, whole, summing(opts), timeout))
+            with kernels():
+                return super().reduce_scatter_single(*given(output, whole, summing(opts), timeout))
         return self._reduce_scatter_tensor(output, input, opts, timeout)
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None):
         if watched():
             wholes = [scaled(input, reducing(opts)[1]) for input in inputs]
-            return via(super()).reduce_scatter_single_coalesced(*given(outputs, wholes, summing(opts)))
+            with kernels():
+                return super().reduce_scatter_single_coalesced(*given(outputs, wholes, summing(opts)))
         return self._reduce_scatter_tensors(outputs, inputs, opts)
 
     def all_to_all_single(self, output, input, output_split_sizes, input_split_sizes, opts=None, timeout=None):
         sizes = output_split_sizes, input_split_sizes
         if watched():
-            return via(super()).all_to_all_single(*given(output, input, *sizes, opts, timeout))
+            with kernels():
+                return super().all_to_all_single(*given(output, input, *sizes, opts, timeout))
         return self._all_to_all_tensor(output, input, *sizes, opts, timeout)
 
     def gather_single(self, output, input, opts=None, timeout=None):
         if watched():
-            return via(super()).gather_single(*given(output, input, opts, timeout))
+            with kernels():
+                return super().gather_single(*given(output, input, opts, timeout))
         return self._operations.gather_tensor(output, input, *rooted(opts, timeout))
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from .. import abi
 from . import quick
 from .arguments import OPS, UNSET, called, one, reducing, rooted, scaled
-from .dispatch import given, scaled_in_place, summing, via, watched
+from .dispatch import given, kernels, scaled_in_place, summing, watched
 from .errors import last
 from .work import DONE, milliseconds, seconds
 
@@ -31,7 +31,8 @@ class Operations:
     def allreduce(self, tensors, opts=None, timeout=None, *, op=None):
         if watched():
             scaled_in_place(tensors, opts)
-            return via(super()).allreduce(*given(tensors, summing(opts) or op, timeout))
+            with kernels():
+                return super().allreduce(*given(tensors, summing(opts) or op, timeout))
         if type(opts) is _AllreduceOptions and not opts.asyncOp and len(tensors) == 1:  # as dist.all_reduce calls
             code = OPS.get(hash(opts.reduceOp))
             if code is not None and opts.timeout <= UNSET and self._at_once_in_place(tensors[0], code):
@@ -47,7 +48,8 @@ class Operations:
     def allreduce_coalesced(self, tensors, opts=None):
         if watched():
             scaled_in_place(tensors, opts)
-            return via(super()).allreduce_coalesced(*given(tensors, summing(opts)))
+            with kernels():
+                return super().allreduce_coalesced(*given(tensors, summing(opts)))
         return self._all_reduce_several(tensors, *reducing(opts))
 
     def _all_reduce_several(self, tensors, code, factor, wait, limit):
@@ -57,7 +59,8 @@ class Operations:
     def reduce(self, tensors, opts=None, op=None, timeout=None):
         if watched():
             scaled_in_place(tensors, opts)
-            return via(super()).reduce(*given(tensors, summing(opts), op, timeout))
+            with kernels():
+                return super().reduce(*given(tensors, summing(opts), op, timeout))
         root, options = (opts or 0, None) if opts is None or isinstance(opts, int) else (opts.rootRank, opts)
         code, factor, wait, limit = reducing(options, op, timeout)
         tensor = one(tensors, "tensors")
@@ -82,7 +85,8 @@ class Operations:
         code, factor, wait, limit = reducing(opts, op, timeout)
         parts = [scaled(part, factor) for part in one(inputs, "input_list")]
         if watched():
-            return via(super()).reduce_scatter(*given(outputs, [parts], summing(opts) or op, timeout))
+            with kernels():
+                return super().reduce_scatter(*given(outputs, [parts], summing(opts) or op, timeout))
         return self._operations.reduce_scatter(one(outputs, "output"), parts, code, wait, limit)
 
     # ---- All-gather --------------------------------------------------------------------------------------------------
@@ -100,7 +104,8 @@ class Operations:
 
     def allgather(self, outputs, inputs, opts=None, timeout=None):
         if watched():
-            return via(super()).allgather(*given(outputs, inputs, opts, timeout))
+            with kernels():
+                return super().allgather(*given(outputs, inputs, opts, timeout))
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         tensor, parts = one(inputs, "input"), one(outputs, "output")
@@ -109,14 +114,16 @@ class Operations:
     def allgather_coalesced(self, output_lists, inputs, opts=None):
         """output_lists[i][r] = rank r's inputs[i]."""
         if watched():
-            return via(super()).allgather_coalesced(*given(output_lists, inputs, opts))
+            with kernels():
+                return super().allgather_coalesced(*given(output_lists, inputs, opts))
         return self._operations.all_gather_coalesced(output_lists, inputs, *called(opts))
 
     # ---- From and to a root ------------------------------------------------------------------------------------------
 
     def gather(self, outputs, inputs, opts=None, timeout=None):
         if watched():
-            return via(super()).gather(*given(outputs, inputs, opts, timeout))
+            with kernels():
+                return super().gather(*given(outputs, inputs, opts, timeout))
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs] if outputs else [], [inputs]
         parts = one(outputs, "output") if outputs else None
@@ -124,7 +131,8 @@ class Operations:
 
     def scatter(self, outputs, inputs, opts=None, timeout=None):
         if watched():
-            return via(super()).scatter(*given(outputs, inputs, opts, timeout))
+            with kernels():
+                return super().scatter(*given(outputs, inputs, opts, timeout))
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs] if inputs else []
         parts = one(inputs, "input") if inputs else None
@@ -132,7 +140,8 @@ class Operations:
 
     def broadcast(self, tensors, opts=None, timeout=None):
         if watched():
-            return via(super()).broadcast(*given(tensors, opts, timeout))
+            with kernels():
+                return super().broadcast(*given(tensors, opts, timeout))
         return self._operations.broadcast(one(tensors, "tensors"), *rooted(opts, timeout))
 
     # ---- All to all --------------------------------------------------------------------------------------------------
@@ -144,30 +153,35 @@ class Operations:
 
     def alltoall(self, outputs, inputs, opts=None, timeout=None):
         if watched():
-            return via(super()).alltoall(*given(outputs, inputs, opts, timeout))
+            with kernels():
+                return super().alltoall(*given(outputs, inputs, opts, timeout))
         return self._operations.all_to_all(outputs, inputs, *called(opts, timeout))
 
     # ---- Messages and barriers ---------------------------------------------------------------------------------------
 
     def send(self, tensors, dst, tag=0):
         if watched():
-            return via(super()).send(tensors, dst, tag)
+            with kernels():
+                return super().send(tensors, dst, tag)
         return self._operations.send(one(tensors, "tensors"), dst, tag)
 
     def recv(self, tensors, src, tag=0):
         if watched():
-            return via(super()).recv(tensors, src, tag)
+            with kernels():
+                return super().recv(tensors, src, tag)
         self._operations.peer(src, "src")
         return self._operations.recv(one(tensors, "tensors"), src, tag)
 
     def recv_anysource(self, tensors, tag=0):
         if watched():
-            return via(super()).recv_anysource(tensors, tag)
+            with kernels():
+                return super().recv_anysource(tensors, tag)
         return self._operations.recv(one(tensors, "tensors"), abi.FSDP_ANY_RANK, tag)
 
     def barrier(self, opts=None, timeout=None):
         if watched():
-            return via(super()).barrier(*given(opts, timeout))
+            with kernels():
+                return super().barrier(*given(opts, timeout))
         if opts is not None and not hasattr(opts, "asyncOp"):
             opts, timeout = None, opts
         return self._operations.barrier(*called(opts, timeout))
@@ -176,7 +190,8 @@ class Operations:
         """A barrier in which rank 0 finds out who does not come, and tells all: it raises with the first of those
         ranks, or with `wait_all_ranks` all of them. The group has then ended."""
         if watched():
-            return via(super()).monitored_barrier(*given(timeout), wait_all_ranks=wait_all_ranks)
+            with kernels():
+                return super().monitored_barrier(*given(timeout), wait_all_ranks=wait_all_ranks)
         return self._operations.monitored_barrier(seconds(timeout), wait_all_ranks)
 
     # ---- The shortest way --------------------------------------------------------------------------------------------

@@ -70,6 +70,12 @@ class ProcessGroup(Operations, Names, dist.ProcessGroup):
     def get_group_store(self):
         return self._torch_store
 
+    if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < (2, 15):
+        # Later ones ask each device that is named here for a C++ backend; 2.11 looks for "cpu" before an async_save.
+        @property
+        def _device_types(self):
+            return [torch.device("cpu")]
+
     def _get_backend(self, device):
         if torch.device(device).type != "cpu":
             kind = torch.device(device).type
