@@ -95,7 +95,6 @@ class ShardedModule:
 
     def set_force_sum_reduction_for_comms(self, enable):
         """Without effect: the library sums, and divides once in the accumulator."""
-        self._get_fsdp_state().force_sum = bool(enable)
 
     def set_all_reduce_hook(self, hook, *, stream=None):
         """Call hook(reduce_output) with this rank's part of the reduced gradients of the unit, flat, before they are
@@ -134,8 +133,6 @@ class ShardedModule:
         """False: backward leaves the parameters full, until the last backward (set_is_last_backward) is over."""
         for state in self._states(recurse):
             state.reshard_after_backward = bool(reshard_after_backward)
-            if state.unit is not None:
-                state.unit.set_reshard_after_backward(bool(reshard_after_backward))
 
     def set_unshard_in_backward(self, unshard_in_backward):
         """False: backward does not need this unit's parameters (an embedding's, say)."""
@@ -160,8 +157,7 @@ class ShardedModule:
     # ---- For devices with streams, which host memory does not have ----
 
     def set_post_optim_event(self, event):
-        """Wait for an event, which was recorded after the optimizer's step, before the next forward reads shards."""
-        self._get_fsdp_state().post_optim_event = event
+        """Without effect: the optimizer's step on host memory is over when it returns."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable):
         """Without effect: the library's memory is its groups' already."""

@@ -9,6 +9,8 @@ reduces do not pass the library at all.
 
 import math
 
+from ..tensor import shard_extent
+
 
 class Comm:
     """all_gather, reduce_scatter: objects with allocate(size, *, dtype, device) and __call__; all_reduce_hook: a function.
@@ -39,10 +41,8 @@ class Comm:
             start += math.prod(shape)
         return pieces, start
 
-    def _extent(self, param, shape, rank):
-        dim = param.placement.dim
-        start = min(param.shape[dim], rank * shape[dim])
-        return start, min(param.shape[dim], start + shape[dim]) - start
+    def _extent(self, param, rank):
+        return shard_extent(param.shape[param.placement.dim], rank, self._state.ranks.shard_size)
 
     def _one_dtype(self, dtypes, what):
         dtypes = set(dtypes)
@@ -64,7 +64,7 @@ class Comm:
             whole = self.all_gather.allocate((total * ranks.shard_size,), dtype=dtype, device=state.params[0].full.device)
             mine = whole.narrow(0, total * ranks.shard_rank, total)
             for param, start, shape in pieces:
-                _, length = self._extent(param, shape, ranks.shard_rank)
+                _, length = self._extent(param, ranks.shard_rank)
                 piece = mine.narrow(0, start, math.prod(shape)).view(shape)
                 if length < shape[param.placement.dim]:
                     piece.zero_()
@@ -74,7 +74,7 @@ class Comm:
                 work.wait()
             for rank in range(ranks.shard_size):
                 for param, start, shape in pieces:
-                    at, length = self._extent(param, shape, rank)
+                    at, length = self._extent(param, rank)
                     piece = whole.narrow(0, rank * total + start, math.prod(shape)).view(shape)
                     dim = param.placement.dim
                     # By .data: for autograd these are the values that forward used.
@@ -99,7 +99,7 @@ class Comm:
             pieces, _ = self._pieces()
             for param, start, shape in pieces:
                 if not param.frozen:
-                    _, length = self._extent(param, shape, ranks.shard_rank)
+                    _, length = self._extent(param, ranks.shard_rank)
                     piece = output.narrow(0, start, math.prod(shape)).view(shape).narrow(param.placement.dim, 0, length)
                     param.add_gradient(piece)
 
@@ -137,7 +137,7 @@ class Comm:
         for rank in range(ranks.shard_size):
             for (param, start, shape), grad in zip(pieces, grads):
                 if grad is not None:
-                    at, length = self._extent(param, shape, rank)
+                    at, length = self._extent(param, rank)
                     dim = param.placement.dim
                     piece = whole.narrow(0, rank * total + start, math.prod(shape)).view(shape)
                     piece.narrow(dim, 0, length).copy_(host.local(grad).narrow(dim, at, length))

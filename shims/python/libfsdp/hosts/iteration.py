@@ -4,7 +4,6 @@ Which module is the root shows when one of them runs forward first. Then, on all
 made: one model for all units over the same ranks, so that they take memory slots in turn.
 """
 
-from ..errors import InvalidArgument
 from ..unit import Unit
 from . import discover
 
@@ -103,7 +102,6 @@ class Iteration:
         )
         for param, library in zip(state.params, unit):
             param.bind(library)
-        unit.set_reshard_after_backward(state.reshard_after_backward)
         state.unit, state.told = unit, None
 
     def _make_again(self, state):
@@ -270,7 +268,3 @@ class Iteration:
                     param.parameter.grad = None
         self.forward_root, self.depth = None, 0
         self.broken = self.in_backward = self.recording = False
-
-    def check_root(self, state):
-        if state is not self.root:
-            raise InvalidArgument(f"call it on {self.root.name}, the outermost module, not on {state.name}")

@@ -9,6 +9,25 @@ from ..group import Group
 from ..store import Store
 
 
+class Service:
+    """A host's store as libfsdp.Store.from_callbacks wants it, with a prefix before its keys. A subclass says how the host
+    waits: wait(key, timeout), which raises TimeoutError when that many seconds have passed."""
+
+    def __init__(self, store, prefix):
+        self._store = store
+        self._prefix = prefix
+
+    def set(self, key, value):
+        self._store.set(self._prefix + key, value)
+
+    def get(self, key, timeout):
+        self.wait(key, timeout)
+        return self._store.get(self._prefix + key)
+
+    def add(self, key, amount):
+        return self._store.add(self._prefix + key, amount)
+
+
 def meet(service, rank, size, name, timeout, options):
     """The libfsdp.Group of the `size` ranks that share a store.
 

@@ -66,8 +66,6 @@ class State:
         self.reshard_after_backward = self.unshard_in_backward = True
         self.divisor = None
         self.is_last_backward = True
-        self.post_optim_event = None
-        self.force_sum = False
         self.prefetch = {"forward": None, "backward": None}  # lists of States
         self.told = None  # of the settings, what the unit knows
         self.prefetch_told = {}  # of these, what the library knows: lists of units

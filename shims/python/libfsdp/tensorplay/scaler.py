@@ -10,24 +10,10 @@ Every rank makes the same calls; ranks whose shards are empty take part. What on
 
 from tensorplay.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as _TensorPlay
 
+from ..hosts.scaler import HostMemoryScaler
+
 __all__ = ["ShardedGradScaler"]
 
 
-class ShardedGradScaler(_TensorPlay):
-    """The arguments are TensorPlay's, with a default device that fits here.
-
-    device         "cpu", where libfsdp's parameters are; "cuda" is disabled without such a device
-    process_group  the ranks that skip steps together; None: the default group at the time of the call
-    """
-
-    def __init__(
-        self,
-        device="cpu",
-        init_scale=2.0**16,
-        backoff_factor=0.5,
-        growth_factor=2.0,
-        growth_interval=2000,
-        enabled=True,
-        process_group=None,
-    ):
-        super().__init__(device, init_scale, backoff_factor, growth_factor, growth_interval, enabled, process_group)
+class ShardedGradScaler(HostMemoryScaler, _TensorPlay):
+    __doc__ = HostMemoryScaler.__doc__

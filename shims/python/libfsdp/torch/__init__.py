@@ -68,7 +68,7 @@ def _extend_monitored_barrier(distributed):
 
 
 _HOMES = {  # what is imported when it is asked for: `import torch` comes through here
-    "Options": "options",
+    "Options": ".hosts.options",
     "ProcessGroup": "process_group",
     "CPUOffloadPolicy": "composable",
     "FSDPModule": "composable",

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ..borrow import _describe
 from ..hosts.host import Host
 from ..hosts.state import gather_function
+from ..tensor import shard_extent
 from .tensors import lend
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
@@ -167,7 +168,7 @@ class TorchHost(Host):
     def shard_of(self, parameter, placement, ranks):
         """A DTensor parameter on a copy of this rank's part."""
         whole = self.local(parameter.detach())
-        start, length = _extent(whole.shape[placement.dim], ranks)
+        start, length = shard_extent(whole.shape[placement.dim], ranks.shard_rank, ranks.shard_size)
         part = whole.narrow(placement.dim, start, length).clone(memory_format=torch.contiguous_format)
         return torch.nn.Parameter(
             DTensor(part, placement.spec, requires_grad=False), requires_grad=parameter.requires_grad
@@ -204,13 +205,6 @@ class TorchHost(Host):
     def named(self, label):
         with torch.profiler.record_function(label):
             yield
-
-
-def _extent(length, ranks):
-    """(start, length) of this rank's part of a dimension, as torch.chunk cuts it."""
-    step = -(-length // ranks.shard_size)
-    start = min(length, step * ranks.shard_rank)
-    return start, min(length, start + step) - start
 
 
 HOST = TorchHost()

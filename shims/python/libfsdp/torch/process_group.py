@@ -10,10 +10,10 @@ import torch.distributed as dist
 from .. import abi
 from ..errors import FsdpError
 from ..hosts.collectives import Collectives
+from ..hosts.options import group_options
 from .errors import in_torch
 from .names import Names
 from .operations import Operations
-from .options import group_options
 from .rendezvous import meet
 from .tensors import MEMORY
 from .work import DONE, Work, seconds
@@ -28,7 +28,7 @@ class ProcessGroup(Operations, Names, dist.ProcessGroup):
         """options: what torch hands to a backend's creator (store, group_rank, group_size, timeout, group_id)."""
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)
-        own = group_options(backend_options)
+        own = group_options(backend_options, __package__)
         name = f"fsdp:{options.group_id}"[:63]
         try:
             group = meet(options.store, rank, size, name, seconds(options.timeout), own)
@@ -120,7 +120,7 @@ class ProcessGroup(Operations, Names, dist.ProcessGroup):
         its own part; a rank that is not among those it gives gets None."""
         ranks = list(ranks)
         mine = self.rank() in ranks
-        options = group_options(opts if opts is None or hasattr(opts, "spin_us") else None)
+        options = group_options(opts if opts is None or hasattr(opts, "spin_us") else None, __package__)
         try:
             color, key = (min(ranks), ranks.index(self.rank())) if mine else (None, 0)
             group = self._group.split(color, key, timeout=seconds(timeout), **options)

@@ -1,5 +1,4 @@
-"""How the ranks of a group meet: through the store that torch has made already, as hosts.rendezvous has it.
-"""
+"""How the ranks of a group meet: through the store that torch has made already, as hosts.rendezvous has it."""
 
 import datetime
 import time
@@ -7,22 +6,8 @@ import time
 from ..hosts import rendezvous
 
 
-class _Service:
-    """A torch store as libfsdp.Store.from_callbacks wants it."""
-
-    def __init__(self, store, prefix):
-        self._store = store
-        self._prefix = prefix
-
-    def set(self, key, value):
-        self._store.set(self._prefix + key, value)
-
-    def get(self, key, timeout):
-        self.wait(key, timeout)
-        return self._store.get(self._prefix + key)
-
-    def add(self, key, amount):
-        return self._store.add(self._prefix + key, amount)
+class _Service(rendezvous.Service):
+    """A torch store, with a prefix before its keys."""
 
     def wait(self, key, timeout):
         end = time.monotonic() + timeout

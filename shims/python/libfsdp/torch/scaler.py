@@ -13,27 +13,13 @@ from types import SimpleNamespace
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as _Torch
 from torch.distributed.tensor import DTensor
 
+from ..hosts.scaler import HostMemoryScaler
+
 __all__ = ["ShardedGradScaler"]
 
 
-class ShardedGradScaler(_Torch):
-    """The arguments are torch's, with two defaults that fit here.
-
-    device         "cpu", where libfsdp's parameters are; "cuda" is disabled without such a device
-    process_group  the ranks that skip steps together; None: the default group at the time of the call
-    """
-
-    def __init__(
-        self,
-        device="cpu",
-        init_scale=2.0**16,
-        backoff_factor=0.5,
-        growth_factor=2.0,
-        growth_interval=2000,
-        enabled=True,
-        process_group=None,
-    ):
-        super().__init__(device, init_scale, backoff_factor, growth_factor, growth_interval, enabled, process_group)
+class ShardedGradScaler(HostMemoryScaler, _Torch):
+    __doc__ = HostMemoryScaler.__doc__
 
     def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16=True):
         """On local tensors: a DTensor's kernel would reduce over its own mesh as well, once for each dtype."""
