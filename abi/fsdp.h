@@ -75,6 +75,8 @@ enum {
     FSDP_ERR_RENDEZVOUS = 14, /* ranks could not find each other, or disagree about who they are */
     FSDP_ERR_CALLBACK = 15,   /* a host callback reported a failure */
     FSDP_ERR_INTERNAL = 16,   /* a defect of the library */
+    FSDP_ERR_CORRUPT = 17,    /* a file is not what it should be: damaged, cut short, or made so */
+    FSDP_ERR_NOT_FOUND = 18,  /* no such file, checkpoint or name */
 };
 
 /* Reductions. Low-precision floats (f16, bf16, fp8) accumulate in f32, f32 in f32, f64 in f64, integers in their own
@@ -119,6 +121,9 @@ enum {
     FSDP_OP_REPLICATE_GRADS = 22,
     FSDP_OP_SYNC_STATES = 23,
     FSDP_OP_GATHER_PARAM = 24,
+    FSDP_OP_GATHER_STATE = 25,
+    FSDP_OP_LOAD_STATE = 26,
+    FSDP_OP_SAVE_STATE = 27,
 };
 
 typedef int32_t fsdp_log_level;
@@ -1002,6 +1007,261 @@ typedef struct fsdp_scaler_state {
  * are no defaults here). Load on every rank alike; whether the scaler is disabled stays. */
 FSDP_API fsdp_status fsdp_scaler_save(fsdp_scaler *scaler, fsdp_scaler_state *state);
 FSDP_API fsdp_status fsdp_scaler_load(fsdp_scaler *scaler, const fsdp_scaler_state *state);
+
+/* ---- State dicts ------------------------------------------------------------------------------------------------- */
+
+/* Named tensors in a fixed order, each whole or this rank's part of a larger one, and named JSON values: what a
+ * checkpoint is written from and read into. Parameters, buffers, an optimizer's state and a host's own counters are
+ * all of this form; the names are the host's, and must be equal and in the same order on all ranks (entries of a rank
+ * excepted). Used by one thread at a time. */
+typedef struct fsdp_state_dict fsdp_state_dict;
+
+typedef int32_t fsdp_entry_kind;
+enum {
+    FSDP_ENTRY_TENSOR = 0,
+    FSDP_ENTRY_OF_RANK = 1, /* this rank's own, like the state of a random generator: another value, of another shape
+                               even, on each rank, or on some only. Kept in checkpoints beside the rank's number */
+};
+
+typedef struct fsdp_entry {
+    size_t struct_size;
+    const char *name; /* 1 to 4095 bytes of UTF-8; unique in the dict. Comes out valid as long as the dict, as do the
+                         other pointers */
+    fsdp_entry_kind kind;
+    int32_t ndim;
+    const int64_t *shape;  /* of the whole tensor */
+    const int64_t *offset; /* where this rank's part begins in it, in each dimension; NULL: all zeros */
+    const int64_t *length; /* and its extents; in: NULL, or what the tensor given has */
+    DLDataType dtype;      /* in which it is kept in files; the tensor may have another: see fsdp_state_dict_add */
+    int32_t copies;        /* so many ranks hold this very part; each of them writes a slice of it to files. 0: 1 */
+    int32_t copy;          /* which of them this rank is */
+    const char
+        *tied_to;     /* the name of an earlier entry that is the same tensor, or NULL: it has no values of its own */
+    int32_t rank;     /* OF_RANK, out: whose it is; else -1 */
+    int32_t reserved; /* 0 */
+} fsdp_entry;
+
+/* An empty one. */
+FSDP_API fsdp_status fsdp_state_dict_create(fsdp_state_dict **dict);
+FSDP_API fsdp_status fsdp_state_dict_retain(fsdp_state_dict *dict);
+FSDP_API void fsdp_state_dict_release(fsdp_state_dict *dict); /* tensors handed out stay valid */
+
+/* Add an entry with this rank's part of it. `tensor`: host memory, any strides; not copied: what loads write goes into
+ * it, saves read it. Taken when the call succeeds, left with the caller when it fails (but one of an unknown DLPack
+ * version is deleted: VERSION). NULL for an entry that is tied_to another. entry->dtype {0, 0, 0}: the tensor's. Another
+ * one, both being floats: values are rounded on their way to and from files (a buffer that computes in bfloat16 and is
+ * kept as float32). Errors: INVALID (name taken, empty or not UTF-8; a part that leaves the shape; shapes that differ;
+ * tied_to unknown), UNSUPPORTED (dtype). */
+FSDP_API fsdp_status fsdp_state_dict_add(fsdp_state_dict *dict, const fsdp_entry *entry,
+                                         DLManagedTensorVersioned *tensor);
+/* Add, or replace, a JSON value: `text` is one, of any kind (at most 64 MiB; integers in int64's range; no NaN). Its
+ * meaning is the host's: parameter groups, step counters. In a checkpoint it is rank 0's that is kept. */
+FSDP_API fsdp_status fsdp_state_dict_set_json(fsdp_state_dict *dict, const char *name, const char *text);
+
+typedef struct fsdp_state_dict_info {
+    size_t struct_size;
+    int64_t n_entries;
+    int64_t n_json;
+    int64_t bytes;       /* of this rank's parts, as they are kept in files; tied ones once */
+    int64_t whole_bytes; /* of all tensors, were they whole */
+} fsdp_state_dict_info;
+FSDP_API fsdp_status fsdp_state_dict_query(fsdp_state_dict *dict, fsdp_state_dict_info *info);
+/* Entry `index`, in the order of adding. */
+FSDP_API fsdp_status fsdp_state_dict_entry(fsdp_state_dict *dict, int64_t index, fsdp_entry *entry);
+/* The index of a name. Errors: NOT_FOUND. */
+FSDP_API fsdp_status fsdp_state_dict_find(fsdp_state_dict *dict, const char *name, int64_t *index);
+/* A handle on this rank's part of an entry (of a tied one: of that which it is tied to): the memory that was given. */
+FSDP_API fsdp_status fsdp_state_dict_tensor(fsdp_state_dict *dict, int64_t index, DLManagedTensorVersioned **tensor);
+/* JSON value `index`: its name, and itself as text without line breaks; the dict's, until it is replaced. */
+FSDP_API fsdp_status fsdp_state_dict_json(fsdp_state_dict *dict, int64_t index, const char **name, const char **text);
+
+typedef int32_t fsdp_state_kind;
+enum {
+    FSDP_STATE_SHARDED = 0, /* this rank's parts, with where they lie in the whole */
+    FSDP_STATE_FULL = 1,    /* whole tensors */
+    FSDP_STATE_LOCAL = 2,   /* this rank's parts as tensors by themselves: of use on as many ranks only */
+};
+
+typedef struct fsdp_state_dict_options {
+    size_t struct_size;
+    fsdp_state_kind kind;
+    int32_t rank0_only; /* FULL, 1: rank 0 of the group alone gets values; the others' dict is empty */
+    int32_t copy;       /* SHARDED, LOCAL: 1: values in memory of the dict's own; 0: the shards themselves, so that
+                           loading into the dict is loading into the model. FULL has memory of its own always */
+    int32_t reserved;   /* 0 */
+    const char *prefix; /* put before every name; NULL: none */
+} fsdp_state_dict_options;
+
+FSDP_API fsdp_status fsdp_state_dict_options_init(fsdp_state_dict_options *options, size_t struct_size);
+
+/* The parameters of all units of the model, in the order of making, by name, in their own dtype; tied entries under
+ * each name. FULL is collective over the model's ranks and gathers one parameter at a time, so that a rank never has
+ * more than its results and one parameter in addition. Buffers are the host's to add. Units may be full or sharded, and an
+ * iteration may be under way: values are the shards'. Errors also: MISMATCH. */
+FSDP_API fsdp_status fsdp_model_state_dict(fsdp_model *model, const fsdp_state_dict_options *options,
+                                           fsdp_state_dict **dict);
+
+/* What an entry must say whose tensor is shaped like the shard of parameter `index` (its own state, or an optimizer's):
+ * name (the parameter's), shape, offset, length, dtype, copies and copy. Pointers are the unit's. Give the entry another
+ * name before adding it, "exp_avg" behind a dot, say; other dtypes are fine. */
+FSDP_API fsdp_status fsdp_unit_param_entry(fsdp_unit *unit, int32_t index, fsdp_entry *entry);
+
+/* A dict of whole tensors from one whose parts lie on the group's ranks. Collective; all ranks give dicts of the same
+ * names in the same order (MISMATCH names the first that differs). One tensor at a time, as above. The JSON values are
+ * each rank's own, entries of a rank are left out. options: kind is FULL (or 0), rank0_only and prefix as above.
+ * Errors also: INVALID on all ranks (parts that overlap or leave gaps). */
+FSDP_API fsdp_status fsdp_state_dict_gather(fsdp_state_dict *dict, fsdp_group *group,
+                                            const fsdp_state_dict_options *options, fsdp_state_dict **full);
+
+typedef int32_t fsdp_name_kind;
+enum {
+    FSDP_NAME_MISSING = 0,    /* wanted, and not in what is loaded */
+    FSDP_NAME_UNEXPECTED = 1, /* in what is loaded, and not wanted */
+};
+typedef void (*fsdp_name_fn)(fsdp_name_kind kind, const char *name, void *user);
+/* Bytes done and in all. On the thread that makes the call. Returns 0 to go on; anything else ends it with CALLBACK. */
+typedef int32_t (*fsdp_progress_fn)(int64_t done, int64_t total, void *user);
+
+typedef struct fsdp_load_options {
+    size_t struct_size;
+    int32_t partial; /* 0: all names must agree; 1: what is missing keeps its values, what is unexpected is not read */
+    int32_t from_rank0;   /* 1: rank 0's dict counts, whole tensors; the other ranks give NULL for it. Collective */
+    const char *prefix;   /* of the names in what is loaded: those without it are not looked at; NULL: none */
+    fsdp_name_fn on_name; /* told every missing and unexpected name, before anything is written; NULL: nobody */
+    fsdp_progress_fn on_progress; /* NULL: nobody */
+    void *user;                   /* of both */
+} fsdp_load_options;
+
+FSDP_API fsdp_status fsdp_load_options_init(fsdp_load_options *options, size_t struct_size);
+
+/* Write the values of `from` into the tensors of `into`, entry by entry, by name: each takes its part of the whole from
+ * the part that `from` holds, which must contain it. Floats are cast; other dtypes must be equal. JSON values of `from` are
+ * set in `into`. Entries of a rank are not touched. All names, shapes, dtypes and parts are checked first: after an
+ * error nothing has been written. Errors: INVALID (missing or unexpected names, of which the message has the first
+ * few; shapes, dtypes or parts that don't fit, naming the entry). */
+FSDP_API fsdp_status fsdp_state_dict_load(fsdp_state_dict *into, fsdp_state_dict *from,
+                                          const fsdp_load_options *options);
+/* The same into a model's shards. With from_rank0, collective over the model's ranks: tensors are sent one at a time.
+ * Seen by the next call that unshards; STATE while a unit is unsharded, naming it. */
+FSDP_API fsdp_status fsdp_model_load_state_dict(fsdp_model *model, fsdp_state_dict *from,
+                                                const fsdp_load_options *options);
+
+/* ---- Checkpoints ------------------------------------------------------------------------------------------------- */
+
+/* A state dict in files. abi/checkpoint.md describes them. A checkpoint is complete or absent: what makes it one is
+ * renamed into place last, and a save over an earlier one leaves that as it was until then, whatever happens. */
+
+typedef int32_t fsdp_checkpoint_format;
+enum {
+    FSDP_CHECKPOINT_SHARDED = 0, /* a folder: a safetensors file of each rank, and manifest.json */
+    FSDP_CHECKPOINT_FULL = 1,    /* whole tensors: `path` ends in ".safetensors": that file; else a folder with
+                                    model.safetensors, or several files and model.safetensors.index.json */
+};
+
+typedef struct fsdp_save_options {
+    size_t struct_size;
+    fsdp_checkpoint_format format;
+    int32_t no_sync;        /* 1: don't wait for the disk: after a power failure the checkpoint may be damaged, which
+                               its checksums tell */
+    int64_t max_file_bytes; /* FULL: begin another file rather than exceed this; 0: one file */
+    int32_t background;     /* 1: return when values are copied, and write on a thread of the library's */
+    int32_t reserved;       /* 0 */
+} fsdp_save_options;
+
+FSDP_API fsdp_status fsdp_save_options_init(fsdp_save_options *options, size_t struct_size);
+
+/* A save that goes on. */
+typedef struct fsdp_save fsdp_save;
+
+/* Write a state dict. Collective over the group; NULL: one process. All ranks give the same path (on a file system that all
+ * of them see; FULL: only rank 0 writes), format and names. SHARDED: each rank writes its own parts, replicas a slice
+ * each. FULL: gathered by rank 0, one tensor at a time. Parents of the folder are made. With `save` (background or
+ * not): a handle on it. In the background values are those of the time of the call: they are copied before it returns, and
+ * the memory is given back when they are written; an own group is made for it, so training may go on. NULL: returns
+ * when all is written, and background must be 0. A failure on one rank is told on all, and leaves an earlier checkpoint
+ * at `path` as it was.
+ * Errors: INVALID (path of another kind of checkpoint or of foreign files; parts that overlap or leave gaps),
+ * UNSUPPORTED (complex128, which safetensors lacks), STATE (another save into this folder is under way), SYSTEM (names
+ * the file), NOMEM, MISMATCH (names, dtypes or shapes differ between ranks). */
+FSDP_API fsdp_status fsdp_checkpoint_save(fsdp_group *group, fsdp_state_dict *dict, const char *path,
+                                          const fsdp_save_options *options, fsdp_save **save);
+
+typedef struct fsdp_save_info {
+    size_t struct_size;
+    int32_t done;          /* 1: complete, or failed */
+    fsdp_status status;    /* when done */
+    int64_t written_bytes; /* by this rank, so far */
+    int64_t total_bytes;   /* that it will write */
+} fsdp_save_info;
+/* How far it is; never waits. */
+FSDP_API fsdp_status fsdp_save_query(fsdp_save *save, fsdp_save_info *info);
+/* Until it is complete; timeout_ms as for fsdp_work_wait. Returns its failure, or PENDING. Several threads may wait. */
+FSDP_API fsdp_status fsdp_save_wait(fsdp_save *save, int64_t timeout_ms);
+FSDP_API fsdp_status fsdp_save_retain(fsdp_save *save);
+/* A save that goes on does so without its handle; when the process ends first, there is no new checkpoint. */
+FSDP_API void fsdp_save_release(fsdp_save *save);
+
+/* An open checkpoint; any thread may read from it, several at a time. */
+typedef struct fsdp_checkpoint fsdp_checkpoint;
+
+/* Open what fsdp_checkpoint_save wrote, a safetensors file, or a folder of Hugging Face's with or without an index. Not
+ * collective, and the number of ranks that wrote it does not matter. Reads all headers, and checks them: each tensor is
+ * whole, nothing overlaps, files are as long as they must be. Errors: NOT_FOUND (no such path, or no checkpoint
+ * there: says what was looked for), CORRUPT (names the file, and the tensor), SYSTEM, UNSUPPORTED (written by a newer
+ * version; a dtype). */
+FSDP_API fsdp_status fsdp_checkpoint_open(const char *path, fsdp_checkpoint **checkpoint);
+FSDP_API fsdp_status fsdp_checkpoint_retain(fsdp_checkpoint *checkpoint);
+FSDP_API void fsdp_checkpoint_release(fsdp_checkpoint *checkpoint);
+
+typedef struct fsdp_checkpoint_info {
+    size_t struct_size;
+    fsdp_checkpoint_format format;
+    int32_t ranks;     /* that wrote it; 0: not known */
+    int32_t checksums; /* 1: it has them */
+    int32_t reserved;
+    int64_t n_entries;
+    int64_t n_json;
+    int64_t n_files;  /* that hold tensors */
+    int64_t bytes;    /* of all tensors */
+    char save_id[40]; /* of this save alone; "": not written by libfsdp */
+} fsdp_checkpoint_info;
+FSDP_API fsdp_status fsdp_checkpoint_query(fsdp_checkpoint *checkpoint, fsdp_checkpoint_info *info);
+/* Entry `index`, in the order of the state dict that was saved (foreign files: of their data): whole tensors, offset all
+ * zeros; and entries of ranks, each rank's by itself. */
+FSDP_API fsdp_status fsdp_checkpoint_entry(fsdp_checkpoint *checkpoint, int64_t index, fsdp_entry *entry);
+/* The index of a name. rank -1: of a tensor; else of that rank's entry. Errors: NOT_FOUND. */
+FSDP_API fsdp_status fsdp_checkpoint_find(fsdp_checkpoint *checkpoint, const char *name, int32_t rank, int64_t *index);
+FSDP_API fsdp_status fsdp_checkpoint_json(fsdp_checkpoint *checkpoint, int64_t index, const char **name,
+                                          const char **text);
+
+/* A part of an entry that lies in one file. */
+typedef struct fsdp_checkpoint_part {
+    size_t struct_size;
+    const char *file; /* its name in the folder */
+    int32_t ndim;
+    int32_t reserved;
+    const int64_t *offset; /* in the whole tensor */
+    const int64_t *length;
+    int64_t bytes;
+} fsdp_checkpoint_part;
+FSDP_API fsdp_status fsdp_checkpoint_n_parts(fsdp_checkpoint *checkpoint, int64_t index, int64_t *n);
+FSDP_API fsdp_status fsdp_checkpoint_part_of(fsdp_checkpoint *checkpoint, int64_t index, int64_t part,
+                                             fsdp_checkpoint_part *out);
+
+/* Read the box of an entry that begins at `offset` (NULL: zeros) and has the shape of `tensor`, into it, any strides.
+ * Reads what it needs of the files and no more than a checksum's block (1 MiB) beyond; what it reads is verified. Floats
+ * are cast; other dtypes must be equal. Errors: INVALID, CORRUPT (naming file and tensor: `tensor` is undefined then),
+ * SYSTEM. */
+FSDP_API fsdp_status fsdp_checkpoint_read(fsdp_checkpoint *checkpoint, int64_t index, const int64_t *offset,
+                                          const DLTensor *tensor);
+/* Read into every entry of a state dict its part, by name; as fsdp_state_dict_load, from_rank0 excepted. Names,
+ * shapes and dtypes are checked before anything is written; after CORRUPT or SYSTEM tensors are undefined: load another
+ * checkpoint. Not collective: in a model of several ranks each loads its own part. */
+FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *checkpoint, fsdp_state_dict *into,
+                                          const fsdp_load_options *options);
+/* Read all and compare with the checksums. on_progress may be NULL. Errors: CORRUPT (the first damage), CALLBACK,
+ * SYSTEM. */
+FSDP_API fsdp_status fsdp_checkpoint_verify(fsdp_checkpoint *checkpoint, fsdp_progress_fn on_progress, void *user);
 
 /* ---- Function table ---------------------------------------------------------------------------------------------- */
 
