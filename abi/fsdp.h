@@ -1035,10 +1035,8 @@ typedef struct fsdp_entry {
     DLDataType dtype;      /* in which it is kept in files; the tensor may have another: see fsdp_state_dict_add */
     int32_t copies;        /* so many ranks hold this very part; each of them writes a slice of it to files. 0: 1 */
     int32_t copy;          /* which of them this rank is */
-    const char
-        *tied_to;     /* the name of an earlier entry that is the same tensor, or NULL: it has no values of its own */
-    int32_t rank;     /* OF_RANK, out: whose it is; else -1 */
-    int32_t reserved; /* 0 */
+    int32_t rank;          /* OF_RANK, out: whose it is; else -1. In: not read */
+    const char *tied_to;   /* the name of an earlier entry that is the same tensor: it has no values of its own; or NULL */
 } fsdp_entry;
 
 /* An empty one. */
@@ -1395,6 +1393,41 @@ struct fsdp_api {
     fsdp_status (*unit_set_all_reduce)(fsdp_unit *unit, int32_t all_reduce);
     fsdp_status (*unit_set_gradient_divisor)(fsdp_unit *unit, double divisor);
     fsdp_status (*unit_zero_grad)(fsdp_unit *unit, int32_t index);
+    fsdp_status (*state_dict_create)(fsdp_state_dict **dict);
+    fsdp_status (*state_dict_retain)(fsdp_state_dict *dict);
+    void (*state_dict_release)(fsdp_state_dict *dict);
+    fsdp_status (*state_dict_add)(fsdp_state_dict *dict, const fsdp_entry *entry, DLManagedTensorVersioned *tensor);
+    fsdp_status (*state_dict_set_json)(fsdp_state_dict *dict, const char *name, const char *text);
+    fsdp_status (*state_dict_query)(fsdp_state_dict *dict, fsdp_state_dict_info *info);
+    fsdp_status (*state_dict_entry)(fsdp_state_dict *dict, int64_t index, fsdp_entry *entry);
+    fsdp_status (*state_dict_find)(fsdp_state_dict *dict, const char *name, int64_t *index);
+    fsdp_status (*state_dict_tensor)(fsdp_state_dict *dict, int64_t index, DLManagedTensorVersioned **tensor);
+    fsdp_status (*state_dict_json)(fsdp_state_dict *dict, int64_t index, const char **name, const char **text);
+    fsdp_status (*state_dict_options_init)(fsdp_state_dict_options *options, size_t struct_size);
+    fsdp_status (*model_state_dict)(fsdp_model *model, const fsdp_state_dict_options *options, fsdp_state_dict **dict);
+    fsdp_status (*unit_param_entry)(fsdp_unit *unit, int32_t index, fsdp_entry *entry);
+    fsdp_status (*state_dict_gather)(fsdp_state_dict *dict, fsdp_group *group, const fsdp_state_dict_options *options, fsdp_state_dict **full);
+    fsdp_status (*load_options_init)(fsdp_load_options *options, size_t struct_size);
+    fsdp_status (*state_dict_load)(fsdp_state_dict *into, fsdp_state_dict *from, const fsdp_load_options *options);
+    fsdp_status (*model_load_state_dict)(fsdp_model *model, fsdp_state_dict *from, const fsdp_load_options *options);
+    fsdp_status (*save_options_init)(fsdp_save_options *options, size_t struct_size);
+    fsdp_status (*checkpoint_save)(fsdp_group *group, fsdp_state_dict *dict, const char *path, const fsdp_save_options *options, fsdp_save **save);
+    fsdp_status (*save_query)(fsdp_save *save, fsdp_save_info *info);
+    fsdp_status (*save_wait)(fsdp_save *save, int64_t timeout_ms);
+    fsdp_status (*save_retain)(fsdp_save *save);
+    void (*save_release)(fsdp_save *save);
+    fsdp_status (*checkpoint_open)(const char *path, fsdp_checkpoint **checkpoint);
+    fsdp_status (*checkpoint_retain)(fsdp_checkpoint *checkpoint);
+    void (*checkpoint_release)(fsdp_checkpoint *checkpoint);
+    fsdp_status (*checkpoint_query)(fsdp_checkpoint *checkpoint, fsdp_checkpoint_info *info);
+    fsdp_status (*checkpoint_entry)(fsdp_checkpoint *checkpoint, int64_t index, fsdp_entry *entry);
+    fsdp_status (*checkpoint_find)(fsdp_checkpoint *checkpoint, const char *name, int32_t rank, int64_t *index);
+    fsdp_status (*checkpoint_json)(fsdp_checkpoint *checkpoint, int64_t index, const char **name, const char **text);
+    fsdp_status (*checkpoint_n_parts)(fsdp_checkpoint *checkpoint, int64_t index, int64_t *n);
+    fsdp_status (*checkpoint_part_of)(fsdp_checkpoint *checkpoint, int64_t index, int64_t part, fsdp_checkpoint_part *out);
+    fsdp_status (*checkpoint_read)(fsdp_checkpoint *checkpoint, int64_t index, const int64_t *offset, const DLTensor *tensor);
+    fsdp_status (*checkpoint_load)(fsdp_checkpoint *checkpoint, fsdp_state_dict *into, const fsdp_load_options *options);
+    fsdp_status (*checkpoint_verify)(fsdp_checkpoint *checkpoint, fsdp_progress_fn on_progress, void *user);
 };
 /* generated: end */
 /* clang-format on */

@@ -34,6 +34,14 @@
 #define ABI_LAST_fsdp_scaler_options disabled
 #define ABI_LAST_fsdp_scaler_info skipped
 #define ABI_LAST_fsdp_scaler_state skipped
+#define ABI_LAST_fsdp_entry tied_to
+#define ABI_LAST_fsdp_state_dict_info whole_bytes
+#define ABI_LAST_fsdp_state_dict_options prefix
+#define ABI_LAST_fsdp_load_options user
+#define ABI_LAST_fsdp_save_options reserved
+#define ABI_LAST_fsdp_save_info total_bytes
+#define ABI_LAST_fsdp_checkpoint_info save_id
+#define ABI_LAST_fsdp_checkpoint_part bytes
 
 #define ABI_END(type, field) (offsetof(type, field) + sizeof(((type *)NULL)->field))
 #define ABI_END_EXPANDED(type, field) ABI_END(type, field) /* field may be a macro */

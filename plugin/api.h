@@ -6,6 +6,7 @@
 
 #include "base/mem.h"
 #include "fsdp/fsdp.h"
+#include "state/state.h"
 
 #define CHECK_HANDLE(is, handle, name)                                                                                 \
     do {                                                                                                               \
@@ -15,7 +16,7 @@
 #define CHECK_OWN(is, handle, name)                                                                                    \
     do {                                                                                                               \
         CHECK_HANDLE(is, handle, name);                                                                                \
-        if (ref_forked(&(handle)->ref))                                                                                \
+        if (ref_forked((const struct ref *)(const void *)(handle)))                                                    \
             return err(FSDP_ERR_FORKED,                                                                                \
                        "this " name " was made before fork(): a child process can only release it; make "              \
                        "what it needs in the child");                                                                  \
@@ -27,6 +28,16 @@
 #define CHECK_UNIT(unit) CHECK_OWN(unit_is, unit, "unit")
 #define CHECK_MESH(mesh) CHECK_OWN(mesh_is, mesh, "mesh")
 #define CHECK_SCALER(scaler) CHECK_OWN(scaler_is, scaler, "scaler")
+#define CHECK_CHECKPOINT(checkpoint) CHECK_OWN(checkpoint_is, checkpoint, "checkpoint")
+#define CHECK_SAVE(save) CHECK_OWN(save_is, save, "save")
+/* Several in one call: each is named as the argument is. */
+#define CHECK_STATE_DICT(dict)                                                                                         \
+    do {                                                                                                               \
+        CHECK_ARG(dict, #dict " is NULL: a state dict is needed");                                                     \
+        CHECK_ARG(state_dict_is(dict), #dict " is not a live state dict: released already, or of another kind");       \
+        if (ref_forked(&(dict)->ref))                                                                                  \
+            return err(FSDP_ERR_FORKED, #dict " was made before fork(): make the state dict in the child");            \
+    } while (0)
 #define CHECK_OUT(pointer) CHECK_ARG(pointer, #pointer " is NULL: there is nowhere to write the result")
 
 #endif

@@ -113,6 +113,10 @@ const char *err_status_name(fsdp_status status)
         return "CALLBACK";
     case FSDP_ERR_INTERNAL:
         return "INTERNAL";
+    case FSDP_ERR_CORRUPT:
+        return "CORRUPT";
+    case FSDP_ERR_NOT_FOUND:
+        return "NOT_FOUND";
     default:
         return "UNKNOWN";
     }

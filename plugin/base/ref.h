@@ -24,6 +24,9 @@ struct ref {
 #define REF_UNIT 0x554e4954u
 #define REF_SCALER 0x5343414cu
 #define REF_MESH 0x4d455348u
+#define REF_STATE_DICT 0x44494354u
+#define REF_CHECKPOINT 0x43484543u
+#define REF_SAVE 0x53415645u
 
 static inline void ref_init(struct ref *ref, uint32_t magic)
 {

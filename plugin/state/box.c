@@ -15,11 +15,25 @@ void box_make(struct box *box, int32_t ndim, const int64_t *at, const int64_t *s
     }
 }
 
+static int box_empty(const struct box *box)
+{
+    for (int32_t d = 0; d < box->ndim; d++)
+        if (!box->size[d]) return 1;
+    return 0;
+}
+
 int64_t box_count(const struct box *box)
 {
     int64_t count = 1;
+    if (box_empty(box)) return 0; /* its other extents may be of any size */
     for (int32_t d = 0; d < box->ndim; d++) count *= box->size[d];
     return count;
+}
+
+int box_same(const struct box *a, const struct box *b)
+{
+    size_t bytes = (size_t)a->ndim * sizeof *a->at;
+    return a->ndim == b->ndim && memcmp(a->at, b->at, bytes) == 0 && memcmp(a->size, b->size, bytes) == 0;
 }
 
 int box_fits(const struct box *box, const int64_t *shape)
@@ -28,13 +42,6 @@ int box_fits(const struct box *box, const int64_t *shape)
         if (box->at[d] < 0 || box->size[d] < 0 || box->size[d] > shape[d] || box->at[d] > shape[d] - box->size[d])
             return 0;
     return 1;
-}
-
-static int box_empty(const struct box *box)
-{
-    for (int32_t d = 0; d < box->ndim; d++)
-        if (!box->size[d]) return 1;
-    return 0;
 }
 
 int box_contains(const struct box *outer, const struct box *inner)

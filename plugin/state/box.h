@@ -14,6 +14,7 @@ struct box {
 /* at NULL: all zeros. */
 void box_make(struct box *box, int32_t ndim, const int64_t *at, const int64_t *size);
 int64_t box_count(const struct box *box); /* elements; 1 of a 0-dim one */
+int box_same(const struct box *a, const struct box *b);
 /* Whether it lies in a tensor of this shape; never overflows, whatever the numbers are. */
 int box_fits(const struct box *box, const int64_t *shape);
 int box_contains(const struct box *outer, const struct box *inner); /* an empty inner one: always */

@@ -32,7 +32,7 @@ struct state_entry {
     struct box whole; /* at zeros */
     struct box part;  /* this rank's */
     int32_t copies, copy;
-    int32_t rank;                     /* OF_RANK: whose; else -1 */
+    int32_t rank;                     /* a checkpoint's OF_RANK: whose; else -1 */
     int64_t tied_to;                  /* index of an earlier entry, never itself a tied one; -1: none */
     DLManagedTensorVersioned *tensor; /* NULL: tied */
     struct tensor data;               /* a view of it, of `part`'s size and any dtype that casts to `type` */
@@ -44,7 +44,7 @@ struct state_json {
 
 struct fsdp_state_dict {
     struct ref ref;
-    struct state_entry *entries;
+    struct state_entry **entries; /* each in its place for life: what is told of it stays */
     int64_t n_entries, room_entries;
     struct state_json *json;
     int64_t n_json, room_json;
@@ -63,10 +63,11 @@ int64_t state_dict_find(const fsdp_state_dict *dict, const char *name); /* -1: n
 const struct state_entry *state_dict_values(const fsdp_state_dict *dict, int64_t index);
 void state_dict_query(const fsdp_state_dict *dict, fsdp_state_dict_info *info);
 fsdp_status state_dict_tensor(fsdp_state_dict *dict, int64_t index, DLManagedTensorVersioned **out);
-/* Of all that ranks must agree on: names, kinds (entries of a rank excepted), dtypes, whole shapes, ties. */
-uint64_t state_dict_hash(const fsdp_state_dict *dict);
-/* All ranks' dicts agree: MISMATCH on all ranks otherwise, naming the first entry that differs. Collective. */
-fsdp_status state_dict_agree(const fsdp_state_dict *dict, fsdp_group *group, fsdp_op_kind kind);
+/* Of all that ranks must agree on about an entry: name, dtype, whole shape, what it is tied to. */
+uint64_t state_entry_hash(const fsdp_state_dict *dict, int64_t index);
+/* Room for so many more JSON values; and one in its place, which can't fail then. Takes *value. */
+fsdp_status state_json_room(fsdp_state_dict *dict, int64_t more);
+void state_json_put(fsdp_state_dict *dict, struct state_json *value);
 /* name, kind, shape, .. of an entry as the ABI tells them; pointers are the entry's. */
 void state_entry_tell(const struct state_entry *entry, const char *tied_to, fsdp_entry *out);
 
@@ -79,27 +80,49 @@ struct source {
     int64_t (*find)(const struct source *source, const char *name);                 /* a tensor's; -1: none */
     /* Whether the elements of `want` are there; NULL: always. */
     int (*holds)(const struct source *source, int64_t index, const struct box *want);
+    /* Whether `want` lies where `out` does, in part, so that reading would not do; NULL: never. */
+    int (*overlaps)(const struct source *source, int64_t index, const struct box *want, const struct tensor *out);
     fsdp_status (*read)(const struct source *source, int64_t index, const struct box *want, const struct tensor *out);
     int64_t n_json;
     void (*json)(const struct source *source, int64_t index, const char **name, const char **text);
     const void *of;
 };
-/* See fsdp_state_dict_load: checks all, tells names, then reads entry by entry. options is of this library's size. */
+/* What a load will do: for each entry of `into` the index of what it is read from, or -1: nothing (not wanted, not there,
+ * of a rank, or tied to one that is read). */
+struct state_plan {
+    int64_t *from;
+    int64_t bytes; /* that it will write */
+};
+/* All checks of fsdp_state_dict_load, names told. whole: entries are read whole, though `into` has parts of them. */
+fsdp_status state_plan_make(const struct source *from, const fsdp_state_dict *into, const fsdp_load_options *options,
+                            int whole, struct state_plan *plan);
+void state_plan_free(struct state_plan *plan);
+/* See fsdp_state_dict_load. options is of this library's size. */
 fsdp_status state_load(const struct source *from, fsdp_state_dict *into, const fsdp_load_options *options);
 void state_dict_source(const fsdp_state_dict *dict, struct source *out);
 
 /* ---- gather.c */
 
-/* Whether the ranks' parts make up each tensor; keeps all ranks' parts for state_gather_entry. Collective; an error is
- * the same on all ranks. */
+/* All ranks' parts of all entries. Making one is collective: the ranks compare names, dtypes, shapes and ties (MISMATCH
+ * names the first entry that differs), tell each other their parts, and check that they make up each tensor, each element
+ * once but for copies. Entries of a rank are left out. An error is the same on all ranks.
+ *
+ * status: how this rank fared so far, with its error record: a failure of one rank is everyone's, so it makes this call
+ * all the same (dict may be NULL then). options: a hash of what else must be the same on all ranks. root: who will have
+ * whole tensors, in state_gather_entry or state_scatter_entry. dict and group are borrowed. */
 struct state_layout;
-fsdp_status state_layout_make(const fsdp_state_dict *dict, fsdp_group *group, fsdp_op_kind kind,
-                              struct state_layout **out);
+enum { STATE_ROOT_ALL = -1, STATE_ROOT_NONE = -2 };
+fsdp_status state_layout_make(const fsdp_state_dict *dict, fsdp_group *group, fsdp_op_kind kind, int32_t root,
+                              uint64_t options, fsdp_status status, struct state_layout **out);
 void state_layout_free(struct state_layout *layout);
-/* The whole of entry `index` (one with values) in `out`, of the entry's dtype in files and whole shape, contiguous; only on
- * `root`, unless that is -1: out is NULL on the others. Collective. */
-fsdp_status state_gather_entry(const fsdp_state_dict *dict, fsdp_group *group, const struct state_layout *layout,
-                               int64_t index, int32_t root, const struct tensor *out);
+/* The whole of entry `index` (one with values, not of a rank) in `out`, of the entry's dtype in files and whole shape,
+ * contiguous; NULL on ranks that get nothing. Collective. status: as above: after a failure of any rank nothing is moved,
+ * and none of these calls may follow. */
+fsdp_status state_gather_entry(struct state_layout *layout, int64_t index, fsdp_status status, const struct tensor *out);
+/* The reverse: root's source to all ranks' parts, which are contiguous and of the dtype in files. from -1: root has nothing
+ * for this entry. `source` and `from` are looked at on root only; *moved on all. */
+fsdp_status state_scatter_entry(struct state_layout *layout, int64_t index, fsdp_status status,
+                                const struct source *source, int64_t from, int32_t *moved);
 fsdp_status state_dict_gather(fsdp_state_dict *dict, fsdp_group *group, const fsdp_state_dict_options *options,
                               fsdp_state_dict **out);
 

@@ -32,35 +32,37 @@ static void exported_delete(DLManagedTensorVersioned *self)
     mem_free(shared);
 }
 
-static struct exported *exported_make(struct shared *shared, void *data, enum dtype type, int32_t ndim,
-                                      const int64_t *shape)
+/* A handle that shows what `like` does. */
+static struct exported *exported_make(struct shared *shared, const DLTensor *like, uint64_t flags)
 {
+    int32_t ndim = like->ndim;
     struct exported *e = mem_alloc(sizeof(struct exported) + 2 * (size_t)ndim * sizeof(int64_t));
     if (!e) return NULL;
     int64_t *dims = e->dims, dense = 1;
     for (int d = ndim - 1; d >= 0; d--) {
-        dims[d] = shape[d];
-        dims[ndim + d] = dense;
-        if (shape[d] > 1) dense *= shape[d];
+        dims[d] = like->shape[d];
+        dims[ndim + d] = like->strides ? like->strides[d] : dense;
+        if (like->shape[d] > 1) dense *= like->shape[d];
     }
     e->shared = shared;
     e->managed.version.major = DLPACK_MAJOR_VERSION;
     e->managed.version.minor = DLPACK_MINOR_VERSION;
     e->managed.deleter = exported_delete;
-    e->managed.dl_tensor = (DLTensor){.data = data,
-                                      .device = {kDLCPU, 0},
+    e->managed.flags = flags;
+    e->managed.dl_tensor = (DLTensor){.data = like->data ? (char *)like->data + like->byte_offset : NULL,
+                                      .device = like->device,
                                       .ndim = ndim,
-                                      .dtype = dtype_to_dl(type),
+                                      .dtype = like->dtype,
                                       .shape = dims,
                                       .strides = dims + ndim};
     return e;
 }
 
-fsdp_status managed_export(void *data, enum dtype type, int32_t ndim, const int64_t *shape,
-                           void (*release)(void *owner), void *owner, DLManagedTensorVersioned **out)
+static fsdp_status exported_first(const DLTensor *like, uint64_t flags, void (*release)(void *owner), void *owner,
+                                  DLManagedTensorVersioned **out)
 {
     struct shared *shared = mem_alloc(sizeof *shared);
-    struct exported *e = shared ? exported_make(shared, data, type, ndim, shape) : NULL;
+    struct exported *e = shared ? exported_make(shared, like, flags) : NULL;
     if (!e) {
         mem_free(shared);
         return mem_none("a tensor handle", sizeof *e);
@@ -72,15 +74,37 @@ fsdp_status managed_export(void *data, enum dtype type, int32_t ndim, const int6
     return FSDP_OK;
 }
 
+fsdp_status managed_export(void *data, enum dtype type, int32_t ndim, const int64_t *shape,
+                           void (*release)(void *owner), void *owner, DLManagedTensorVersioned **out)
+{
+    DLTensor like = {.data = data,
+                     .device = {kDLCPU, 0},
+                     .ndim = ndim,
+                     .dtype = dtype_to_dl(type),
+                     .shape = (int64_t *)(uintptr_t)shape};
+    return exported_first(&like, 0, release, owner, out);
+}
+
+static void adopted_release(void *owner)
+{
+    managed_delete(owner);
+}
+
+fsdp_status managed_adopt(DLManagedTensorVersioned *tensor, DLManagedTensorVersioned **out)
+{
+    if (tensor->deleter == exported_delete) {
+        *out = tensor;
+        return FSDP_OK;
+    }
+    return exported_first(&tensor->dl_tensor, tensor->flags, adopted_release, tensor, out);
+}
+
 fsdp_status managed_share(DLManagedTensorVersioned *tensor, DLManagedTensorVersioned **out)
 {
     CHECK_ARG(tensor->version.major == DLPACK_MAJOR_VERSION && tensor->deleter == exported_delete,
               "tensor was not handed out by this library: share it with the means of whoever made it");
     struct exported *from = (struct exported *)tensor;
-    const DLTensor *dl = &tensor->dl_tensor;
-    enum dtype type;
-    TRY(dtype_from_dl(dl->dtype, "tensor", &type));
-    struct exported *e = exported_make(from->shared, dl->data, type, dl->ndim, dl->shape);
+    struct exported *e = exported_make(from->shared, &tensor->dl_tensor, tensor->flags);
     if (!e) return mem_none("a tensor handle", sizeof *e);
     atomic_fetch_add_explicit(&from->shared->handles, 1, memory_order_relaxed);
     *out = &e->managed;

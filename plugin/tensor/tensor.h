@@ -61,7 +61,9 @@ const char *tensor_text(const struct tensor *t, char text[TENSOR_TEXT]);
  * nothing is called. */
 fsdp_status managed_export(void *data, enum dtype type, int32_t ndim, const int64_t *shape,
                            void (*release)(void *owner), void *owner, DLManagedTensorVersioned **out);
-/* Another handle on what managed_export handed out. */
+/* A handle of this library's own on an accepted tensor, whoever made it, for managed_share; takes it on success. */
+fsdp_status managed_adopt(DLManagedTensorVersioned *tensor, DLManagedTensorVersioned **out);
+/* Another handle on what managed_export or managed_adopt gave. */
 fsdp_status managed_share(DLManagedTensorVersioned *tensor, DLManagedTensorVersioned **out);
 fsdp_status managed_empty(const DLDataType *dtype, int32_t ndim, const int64_t *shape, DLManagedTensorVersioned **out);
 /* See fsdp_tensor_from_legacy and fsdp_tensor_to_legacy. */

@@ -44,6 +44,9 @@ const char *call_kind_name(fsdp_op_kind kind)
         [FSDP_OP_REPLICATE_GRADS] = "replicate_grads",
         [FSDP_OP_SYNC_STATES] = "sync_module_states",
         [FSDP_OP_GATHER_PARAM] = "gather_param",
+        [FSDP_OP_GATHER_STATE] = "gather_state",
+        [FSDP_OP_LOAD_STATE] = "load_state_dict",
+        [FSDP_OP_SAVE_STATE] = "checkpoint_save",
     };
     return kind >= 0 && kind < (int)(sizeof names / sizeof *names) ? names[kind] : "an unknown operation";
 }

@@ -14,6 +14,8 @@ Store         how ranks meet; `init` makes one
 Model, Unit   fully sharded parameters; Strategy, Precision: how
 Mesh          a group's ranks as a grid: shard inside, replicate across
 ShardedGradScaler  loss scaling that skips steps on all ranks alike
+StateDict     named tensors, each whole or this rank's part, for checkpoints
+checkpoint    (imported by itself) save and load training runs; `python -m libfsdp.checkpoint` for files
 Tensor        memory of the library, shared with NumPy and others without a copy
 FsdpError     what goes wrong; one subclass for each kind
 abi           the C functions themselves, in ctypes
@@ -27,12 +29,14 @@ from . import abi
 from .errors import (
     Aborted,
     CallbackFailed,
+    Corrupt,
     Forked,
     FsdpError,
     InternalFault,
     InvalidArgument,
     InvalidState,
     Mismatch,
+    NotFound,
     OutOfMemory,
     PeerLost,
     Pending,
@@ -48,6 +52,7 @@ from .mesh import Mesh
 from .model import MemoryInfo, Model
 from .options import Precision, Strategy
 from .scaler import ScalerInfo, ShardedGradScaler
+from .state import StateDict
 from .store import Store
 from .tensor import Tensor, copy, from_dlpack, shard, shard_extent, zeros
 from .unit import Meta, Param, ParamInfo, Unit, UnitInfo
@@ -59,6 +64,8 @@ __all__ = [
     "ANY_RANK",
     "Aborted",
     "CallbackFailed",
+    "Corrupt",
+    "Corrupt",
     "Forked",
     "FsdpError",
     "Group",
@@ -71,6 +78,8 @@ __all__ = [
     "Meta",
     "Mismatch",
     "Model",
+    "NotFound",
+    "NotFound",
     "OutOfMemory",
     "Param",
     "ParamInfo",
@@ -82,6 +91,7 @@ __all__ = [
     "ScalerInfo",
     "ShardedGradScaler",
     "Store",
+    "StateDict",
     "Strategy",
     "StructSizeError",
     "SystemFailure",

@@ -38,6 +38,8 @@ FSDP_ERR_STATE = 13
 FSDP_ERR_RENDEZVOUS = 14
 FSDP_ERR_CALLBACK = 15
 FSDP_ERR_INTERNAL = 16
+FSDP_ERR_CORRUPT = 17
+FSDP_ERR_NOT_FOUND = 18
 
 FSDP_SUM = 0
 FSDP_AVG = 1
@@ -73,6 +75,9 @@ FSDP_OP_CREATE_SLOT = 21
 FSDP_OP_REPLICATE_GRADS = 22
 FSDP_OP_SYNC_STATES = 23
 FSDP_OP_GATHER_PARAM = 24
+FSDP_OP_GATHER_STATE = 25
+FSDP_OP_LOAD_STATE = 26
+FSDP_OP_SAVE_STATE = 27
 
 FSDP_LOG_ERROR = 1
 FSDP_LOG_WARN = 2
@@ -108,6 +113,19 @@ FSDP_BACKWARD = 1
 FSDP_CAST_INPUT = 0
 FSDP_CAST_OUTPUT = 1
 FSDP_CAST_BUFFER = 2
+
+FSDP_ENTRY_TENSOR = 0
+FSDP_ENTRY_OF_RANK = 1
+
+FSDP_STATE_SHARDED = 0
+FSDP_STATE_FULL = 1
+FSDP_STATE_LOCAL = 2
+
+FSDP_NAME_MISSING = 0
+FSDP_NAME_UNEXPECTED = 1
+
+FSDP_CHECKPOINT_SHARDED = 0
+FSDP_CHECKPOINT_FULL = 1
 
 # ---- DLPack ----------------------------------------------------------------------------------------------------------
 
@@ -191,6 +209,8 @@ fsdp_alloc_fn = CFUNCTYPE(c_void_p, c_size_t, c_void_p)
 fsdp_free_fn = CFUNCTYPE(None, c_void_p, c_void_p)
 fsdp_done_fn = CFUNCTYPE(None, c_int32, c_void_p)
 fsdp_unit_fn = CFUNCTYPE(None, c_void_p, c_void_p)
+fsdp_name_fn = CFUNCTYPE(None, c_int32, c_char_p, c_void_p)
+fsdp_progress_fn = CFUNCTYPE(c_int32, c_int64, c_int64, c_void_p)
 fsdp_store_set_fn = CFUNCTYPE(c_int32, c_void_p, c_char_p, c_void_p, c_size_t)
 fsdp_store_get_fn = CFUNCTYPE(c_int32, c_void_p, c_char_p, c_void_p, c_size_t, POINTER(c_size_t), c_int64)
 fsdp_store_add_fn = CFUNCTYPE(c_int32, c_void_p, c_char_p, c_int64, POINTER(c_int64))
@@ -450,6 +470,104 @@ class fsdp_scaler_state(_Sized):
     ]
 
 
+class fsdp_entry(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("name", c_char_p),
+        ("kind", c_int32),
+        ("ndim", c_int32),
+        ("shape", POINTER(c_int64)),
+        ("offset", POINTER(c_int64)),
+        ("length", POINTER(c_int64)),
+        ("dtype", DLDataType),
+        ("copies", c_int32),
+        ("copy", c_int32),
+        ("rank", c_int32),
+        ("tied_to", c_char_p),
+    ]
+
+
+class fsdp_state_dict_info(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("n_entries", c_int64),
+        ("n_json", c_int64),
+        ("bytes", c_int64),
+        ("whole_bytes", c_int64),
+    ]
+
+
+class fsdp_state_dict_options(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("kind", c_int32),
+        ("rank0_only", c_int32),
+        ("copy", c_int32),
+        ("reserved", c_int32),
+        ("prefix", c_char_p),
+    ]
+
+
+class fsdp_load_options(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("partial", c_int32),
+        ("from_rank0", c_int32),
+        ("prefix", c_char_p),
+        ("on_name", fsdp_name_fn),
+        ("on_progress", fsdp_progress_fn),
+        ("user", c_void_p),
+    ]
+
+
+class fsdp_save_options(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("format", c_int32),
+        ("no_sync", c_int32),
+        ("max_file_bytes", c_int64),
+        ("background", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class fsdp_save_info(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("done", c_int32),
+        ("status", c_int32),
+        ("written_bytes", c_int64),
+        ("total_bytes", c_int64),
+    ]
+
+
+class fsdp_checkpoint_info(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("format", c_int32),
+        ("ranks", c_int32),
+        ("checksums", c_int32),
+        ("reserved", c_int32),
+        ("n_entries", c_int64),
+        ("n_json", c_int64),
+        ("n_files", c_int64),
+        ("bytes", c_int64),
+        ("save_id", c_char * 40),
+    ]
+
+
+class fsdp_checkpoint_part(_Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("file", c_char_p),
+        ("ndim", c_int32),
+        ("reserved", c_int32),
+        ("offset", POINTER(c_int64)),
+        ("length", POINTER(c_int64)),
+        ("bytes", c_int64),
+    ]
+
+
 # ---- Functions -------------------------------------------------------------------------------------------------------
 
 _H = c_void_p  # any handle
@@ -581,6 +699,41 @@ PROTOTYPES = {
     "fsdp_scaler_update": (_status, (_H,)),
     "fsdp_scaler_save": (_status, (_H, POINTER(fsdp_scaler_state))),
     "fsdp_scaler_load": (_status, (_H, POINTER(fsdp_scaler_state))),
+    "fsdp_state_dict_create": (_status, (_H_out,)),
+    "fsdp_state_dict_retain": (_status, (_H,)),
+    "fsdp_state_dict_release": (None, (_H,)),
+    "fsdp_state_dict_add": (_status, (_H, POINTER(fsdp_entry), POINTER(DLManagedTensorVersioned))),
+    "fsdp_state_dict_set_json": (_status, (_H, c_char_p, c_char_p)),
+    "fsdp_state_dict_query": (_status, (_H, POINTER(fsdp_state_dict_info))),
+    "fsdp_state_dict_entry": (_status, (_H, c_int64, POINTER(fsdp_entry))),
+    "fsdp_state_dict_find": (_status, (_H, c_char_p, POINTER(c_int64))),
+    "fsdp_state_dict_tensor": (_status, (_H, c_int64, _T_out)),
+    "fsdp_state_dict_json": (_status, (_H, c_int64, POINTER(c_char_p), POINTER(c_char_p))),
+    "fsdp_state_dict_options_init": (_status, (POINTER(fsdp_state_dict_options), c_size_t)),
+    "fsdp_model_state_dict": (_status, (_H, POINTER(fsdp_state_dict_options), _H_out)),
+    "fsdp_unit_param_entry": (_status, (_H, c_int32, POINTER(fsdp_entry))),
+    "fsdp_state_dict_gather": (_status, (_H, _H, POINTER(fsdp_state_dict_options), _H_out)),
+    "fsdp_load_options_init": (_status, (POINTER(fsdp_load_options), c_size_t)),
+    "fsdp_state_dict_load": (_status, (_H, _H, POINTER(fsdp_load_options))),
+    "fsdp_model_load_state_dict": (_status, (_H, _H, POINTER(fsdp_load_options))),
+    "fsdp_save_options_init": (_status, (POINTER(fsdp_save_options), c_size_t)),
+    "fsdp_checkpoint_save": (_status, (_H, _H, c_char_p, POINTER(fsdp_save_options), _H_out)),
+    "fsdp_save_query": (_status, (_H, POINTER(fsdp_save_info))),
+    "fsdp_save_wait": (_status, (_H, c_int64)),
+    "fsdp_save_retain": (_status, (_H,)),
+    "fsdp_save_release": (None, (_H,)),
+    "fsdp_checkpoint_open": (_status, (c_char_p, _H_out)),
+    "fsdp_checkpoint_retain": (_status, (_H,)),
+    "fsdp_checkpoint_release": (None, (_H,)),
+    "fsdp_checkpoint_query": (_status, (_H, POINTER(fsdp_checkpoint_info))),
+    "fsdp_checkpoint_entry": (_status, (_H, c_int64, POINTER(fsdp_entry))),
+    "fsdp_checkpoint_find": (_status, (_H, c_char_p, c_int32, POINTER(c_int64))),
+    "fsdp_checkpoint_json": (_status, (_H, c_int64, POINTER(c_char_p), POINTER(c_char_p))),
+    "fsdp_checkpoint_n_parts": (_status, (_H, c_int64, POINTER(c_int64))),
+    "fsdp_checkpoint_part_of": (_status, (_H, c_int64, c_int64, POINTER(fsdp_checkpoint_part))),
+    "fsdp_checkpoint_read": (_status, (_H, c_int64, _rows, _T)),
+    "fsdp_checkpoint_load": (_status, (_H, _H, POINTER(fsdp_load_options))),
+    "fsdp_checkpoint_verify": (_status, (_H, fsdp_progress_fn, c_void_p)),
     "fsdp_get_api": (_status, (c_int32, c_int32, POINTER(c_void_p))),
 }
 

@@ -138,6 +138,18 @@ class InternalFault(FsdpError):
     status = abi.FSDP_ERR_INTERNAL
 
 
+class Corrupt(FsdpError, ValueError):
+    """A file is not what it should be: damaged, cut short, or made so. The message names it."""
+
+    status = abi.FSDP_ERR_CORRUPT
+
+
+class NotFound(FsdpError, FileNotFoundError, LookupError):
+    """No such file, checkpoint or name."""
+
+    status = abi.FSDP_ERR_NOT_FOUND
+
+
 BY_STATUS = {
     kind.status: kind for kind in list(globals().values()) if isinstance(kind, type) and issubclass(kind, FsdpError)
 }
