@@ -175,6 +175,8 @@ _IN_PYTHON = [
     (re.compile(r"\bstrategy is ([1-5])(?=,)"), lambda found: f"strategy is {_STRATEGIES[int(found[1]) - 1]!r}"),
     (re.compile(rf"\bFSDP_({_STRATEGY})\b"), lambda found: repr(found[1].lower())),
     (re.compile(r"(?<=': )shard_dim(?= is )"), "dim"),
+    (re.compile(r"\boptions\.partial 1\b"), "partial=True"),
+    (re.compile(r"\bentry\.(?=\w)"), ""),
 ]
 
 

@@ -273,6 +273,41 @@ class Model:
         check(lib.fsdp_model_memory(self._handle, byref(info)))
         return MemoryInfo(**{name: getattr(info, name) for name, _ in abi.fsdp_memory_info._fields_[1:]})
 
+    def state_dict(self, kind="sharded", *, rank0_only=False, copy=False, prefix=None):
+        """A StateDict of the parameters of all units, by name, in their own dtype.
+
+        kind        "sharded": this rank's shards, with where they lie in the whole. "local": the shards as tensors by
+                    themselves. "full": whole tensors, gathered one after the other; collective
+        rank0_only  of full: rank 0's alone has entries
+        copy        False: the shards themselves, so that loading into the dict is loading into the model. True: copies
+        prefix      put before every name
+
+        Buffers are the host's to add. Units may be full or sharded; values are the shards'.
+        """
+        from .state import StateDict, dict_options  # here, not above: only who saves needs it
+
+        options = dict_options(kind, rank0_only=rank0_only, copy=copy, prefix=prefix)
+        pointer = c_void_p()
+        check(lib.fsdp_model_state_dict(self._handle, byref(options), byref(pointer)))
+        return StateDict(pointer)
+
+    def load_state_dict(self, state, *, partial=False, from_rank0=False, prefix=None):
+        """Take the parameters' values from a StateDict: whole tensors, or parts that contain this rank's.
+
+        partial     False: all names must agree. True: what is missing keeps its values, what is unexpected is passed over
+        from_rank0  True: rank 0's whole tensors count, sent one at a time; the others give None. Collective
+        prefix      of the names in `state`, of which those without it are not looked at
+
+        Returns a LoadResult. Seen by the next call that unshards. Raises InvalidArgument with nothing written,
+        InvalidState while a unit is unsharded.
+        """
+        from .state import Loading, StateDict
+
+        if state is not None and not isinstance(state, StateDict):
+            raise TypeError(f"state: {type(state).__name__} is not a libfsdp.StateDict")
+        handle = None if state is None else state._handle
+        return Loading(partial, from_rank0, prefix).run(lib.fsdp_model_load_state_dict, self._handle, handle)
+
     def close(self):
         """Give the model back; a second close does nothing. Its units keep what they need."""
         self._owned = None

@@ -237,12 +237,28 @@ def _share(tensor):
     if abi.lib.fsdp_tensor_share(tensor._managed, byref(shared)) == abi.FSDP_OK:
         return shared
     source = tensor._managed.contents
+    return _held(source.dl_tensor, tensor, source.flags)
+
+
+def _held(dl_tensor, owner, flags):
+    """A handle on memory that `owner`, kept until the handle's deleter runs, describes as `dl_tensor`."""
     struct = abi.DLManagedTensorVersioned()
-    ctypes.pointer(struct)[0] = source
-    struct.manager_ctx = None
+    struct.version.major, struct.version.minor = abi.DLPACK_MAJOR_VERSION, abi.DLPACK_MINOR_VERSION
+    struct.flags = flags
+    struct.dl_tensor = dl_tensor
     struct.deleter = _share_deleter
-    _shares[ctypes.addressof(struct)] = struct, tensor
+    _shares[ctypes.addressof(struct)] = struct, owner
     return ctypes.pointer(struct)
+
+
+def lend(array, name, writable=True):
+    """A handle on an array's own memory for a call of the library that takes ownership; the array lives as long. Its
+    deleter needs the interpreter. Raises as `borrow` does."""
+    if isinstance(array, Tensor):
+        borrow(array, name, writable)
+        return _share(array)
+    borrowed = borrow(array, name, writable)
+    return _held(borrowed, (array, borrowed), 0 if writable else abi.DLPACK_FLAG_BITMASK_READ_ONLY)
 
 
 def _copied(tensor):

@@ -447,6 +447,14 @@ class Unit:
         check(lib.fsdp_unit_cast(self._handle, code, borrow(array, "array"), byref(managed)))
         return Tensor(managed) if managed else array
 
+    def param_entry(self, name):
+        """The state.Entry of a parameter's shard: how a tensor of its shape (an optimizer's state) lies in the whole."""
+        from .state import read_entry  # here, not above: only who saves needs it
+
+        raw = abi.fsdp_entry()
+        check(lib.fsdp_unit_param_entry(self._handle, self._index(name), byref(raw)))
+        return read_entry(raw)
+
     # ---- Settings that may change between iterations, alike on all ranks ----
 
     def set_frozen(self, name, frozen=True):
