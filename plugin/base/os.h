@@ -1,4 +1,5 @@
-/* Everything that asks the kernel: time, futexes, fork detection, peers' liveness and memory, shared segments, sockets.
+/* Everything that asks the kernel: time, futexes, fork detection, peers' liveness and memory, shared segments, files,
+ * sockets.
  *
  * Functions that can fail record an error and return a status, unless stated otherwise. All file descriptors are
  * close-on-exec. EINTR is handled here. */
@@ -87,6 +88,45 @@ int64_t os_page_faults(void); /* of this process so far; -1: not known */
 void os_drop_copies(void *at, size_t bytes);
 /* Give private memory's pages back: it reads as zeros again. */
 void os_discard(void *at, size_t bytes);
+
+/* ---- files (os_file.c): what a failing call was about is in its message, errors are SYSTEM unless stated otherwise */
+
+#define OS_PATH_MOST 3072 /* bytes of a path that is taken */
+
+struct os_folder {
+    int fd; /* -1: not open */
+    char path[OS_PATH_MOST + 1];
+};
+
+enum os_kind { OS_NOTHING, OS_FILE, OS_FOLDER, OS_OTHER };
+fsdp_status os_path_kind(const char *path, enum os_kind *kind);
+fsdp_status os_folder_make(const char *path); /* with its parents; it may be there already */
+fsdp_status os_folder_open(const char *path, struct os_folder *out);
+void os_folder_close(struct os_folder *folder);
+/* For one holder at a time, until os_folder_unlock or the holder's end. *locked: 1; 0: another has it; -1: this file
+ * system has no such locks. */
+fsdp_status os_folder_lock(const struct os_folder *folder, int *locked);
+void os_folder_unlock(const struct os_folder *folder);
+fsdp_status os_folder_sync(const struct os_folder *folder);
+/* each(name, user) for what is in it, in no order, until it fails. */
+fsdp_status os_folder_list(const struct os_folder *folder, fsdp_status (*each)(const char *name, void *user),
+                           void *user);
+
+/* A regular file for reading; *bytes is its size. NOT_FOUND. */
+fsdp_status os_file_open(const struct os_folder *folder, const char *name, int *fd, int64_t *bytes);
+/* A new one for writing. STATE where there is one of the name. */
+fsdp_status os_file_create(const struct os_folder *folder, const char *name, int *fd);
+/* Find out whether there is room for `bytes`, as far as that is to be had without writing them. */
+fsdp_status os_file_reserve(int fd, const char *name, int64_t bytes);
+/* All of the bytes; a file that ends before them is CORRUPT. */
+fsdp_status os_file_read(int fd, const char *name, void *to, size_t bytes, int64_t at);
+fsdp_status os_file_write(int fd, const char *name, const void *from, size_t bytes, int64_t at);
+void os_file_expect(int fd, int64_t at, int64_t bytes); /* these will be read soon */
+void os_file_begin_sync(int fd, int64_t at, int64_t bytes); /* begin to bring them to the disk; does not wait */
+fsdp_status os_file_sync(int fd, const char *name);
+fsdp_status os_file_close(int *fd, const char *name); /* of one that was written: a late failure is told; sets -1 */
+fsdp_status os_file_rename(const struct os_folder *folder, const char *from, const char *to);
+fsdp_status os_file_remove(const struct os_folder *folder, const char *name); /* none of the name: fine */
 
 /* ---- sockets (os_socket.c) */
 

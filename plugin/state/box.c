@@ -96,6 +96,26 @@ static int by_corner(const void *a, const void *b)
     return 0;
 }
 
+int64_t box_rows(const struct box *box, int64_t from, int64_t to, struct box *out)
+{
+    int64_t rows[TENSOR_MAX_DIMS + 1] = {0}, left = from;
+    rows[box->ndim] = 1;
+    for (int32_t d = box->ndim - 1; d >= 0; d--) rows[d] = rows[d + 1] * box->size[d];
+    *out = *box;
+    for (int32_t d = 0; d < box->ndim; d++) {
+        int64_t row = rows[d + 1];
+        out->at[d] = box->at[d] + left / row;
+        left %= row;
+        if (left == 0 && from + row <= to) {
+            int64_t n = (to - from) / row, most = box->at[d] + box->size[d] - out->at[d];
+            out->size[d] = n < most ? n : most;
+            return out->size[d] * row;
+        }
+        out->size[d] = 1;
+    }
+    return 1;
+}
+
 enum box_cover box_cover(const struct box **boxes, int64_t n, int32_t ndim, const int64_t *shape, int64_t *a,
                          int64_t *b)
 {

@@ -18,13 +18,18 @@ int box_same(const struct box *a, const struct box *b);
 /* Whether it lies in a tensor of this shape; never overflows, whatever the numbers are. */
 int box_fits(const struct box *box, const int64_t *shape);
 int box_contains(const struct box *outer, const struct box *inner); /* an empty inner one: always */
-/* What two have in common; 0: nothing, and *out is not set. Of the same ndim; two 0-dim ones have their element in common. */
+/* What two have in common; 0: nothing, and *out is not set. Of the same ndim; two 0-dim ones have their element in
+ * common. */
 int box_common(const struct box *a, const struct box *b, struct box *out);
 /* `t`, which holds the elements of `whole`, narrowed to those of `part`, which lies in it. */
 void box_narrow(struct tensor *t, const struct box *whole, const struct box *part);
 /* Rank `copy` of `copies`' slice of a box that all of them have: cut along its first dimension, as shards are. A 0-dim
  * one is the first copy's. Empty ones are common. */
 void box_slice(const struct box *box, int32_t copy, int32_t copies, struct box *out);
+
+/* The largest box of whole rows that begins with element `from` of `box`, in row-major order, and has none from `to`
+ * on; returns how many elements it has. So any range of elements is a few boxes. */
+int64_t box_rows(const struct box *box, int64_t from, int64_t to, struct box *out);
 
 enum box_cover { BOX_WHOLE, BOX_OVERLAP, BOX_GAP };
 /* Whether n boxes, each of which fits, make up a tensor of this shape, each element once. On OVERLAP *a and *b are two
