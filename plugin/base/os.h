@@ -121,7 +121,7 @@ fsdp_status os_file_reserve(int fd, const char *name, int64_t bytes);
 /* All of the bytes; a file that ends before them is CORRUPT. */
 fsdp_status os_file_read(int fd, const char *name, void *to, size_t bytes, int64_t at);
 fsdp_status os_file_write(int fd, const char *name, const void *from, size_t bytes, int64_t at);
-void os_file_expect(int fd, int64_t at, int64_t bytes); /* these will be read soon */
+void os_file_expect(int fd, int64_t at, int64_t bytes);     /* these will be read soon */
 void os_file_begin_sync(int fd, int64_t at, int64_t bytes); /* begin to bring them to the disk; does not wait */
 fsdp_status os_file_sync(int fd, const char *name);
 fsdp_status os_file_close(int *fd, const char *name); /* of one that was written: a late failure is told; sets -1 */

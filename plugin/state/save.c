@@ -10,7 +10,8 @@
  *
  * Threads: the caller's; in the background one of the save's own, which alone uses its group, and works on copies.
  * `lock` guards done, abandoned and the failure. Ownership: `ref` counts the host's handles; a save that goes on
- * without them is freed by its thread. / */
+ * without them is freed by its thread.
+ */
 #include "state/files.h"
 
 #include "base/log.h"

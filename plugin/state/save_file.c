@@ -3,7 +3,8 @@
  * name.
  *
  * What lies in memory as it will lie in the file is written from there; the rest passes through the buffer, as do small
- * tensors, which would be a call of the kernel each. One thread at a time. / */
+ * tensors, which would be a call of the kernel each. One thread at a time.
+ */
 #include "state/files.h"
 
 #include "base/mem.h"
