@@ -183,45 +183,76 @@ def softmax_cross_entropy(logits, labels):
 # ---- Optimizers ------------------------------------------------------------------------------------------------------
 
 
-class SGD:
+class _Optimizer:
+    """Parameters, named options, and what is remembered of each parameter: {} until it has had a gradient.
+
+    State has the names that torch's optimizers use, so that checkpoints of either fit the other.
+    """
+
+    def __init__(self, parameters, **options):
+        self.parameters = list(parameters)
+        self._options = options
+        self._states = {}  # name: {key: array or number}
+
+    def step(self):
+        """Update every parameter that has a gradient."""
+        for parameter in self.parameters:
+            gradient = parameter.grad()
+            if gradient is not None:
+                self._update(parameter.value, gradient, self._states.setdefault(parameter.name, {}), **self._options)
+
+    def options(self):
+        """{name: value}, a copy."""
+        return dict(self._options)
+
+    def set_options(self, options):
+        """Change some: a learning rate, say. Raises InvalidArgument for names that it does not have."""
+        unknown = options.keys() - self._options.keys()
+        if unknown:
+            raise InvalidArgument(f"options: {type(self).__name__} has no {sorted(unknown)[0]!r}")
+        self._options.update(options)
+
+    def state(self, name):
+        """{key: array or number} of a parameter; the arrays themselves."""
+        return self._states.get(name, {})
+
+    def set_state(self, name, values):
+        self._states[name] = dict(values)
+
+
+class SGD(_Optimizer):
     """value -= lr * v, where v = momentum * v + grad."""
 
     def __init__(self, parameters, lr, momentum=0.0):
-        self.parameters, self.lr, self.momentum = list(parameters), lr, momentum
-        self._velocity = [np.zeros_like(parameter.value) if momentum else None for parameter in self.parameters]
+        super().__init__(parameters, lr=lr, momentum=momentum)
 
-    def step(self):
-        for parameter, velocity in zip(self.parameters, self._velocity):
-            gradient = parameter.grad()
-            if gradient is None:
-                continue
-            if velocity is not None:
-                velocity *= self.momentum
-                velocity += gradient
-                gradient = velocity
-            parameter.value[...] -= self.lr * gradient
+    def _update(self, value, gradient, state, lr, momentum):
+        if momentum:
+            velocity = state.get("momentum_buffer")
+            if velocity is None:
+                velocity = state["momentum_buffer"] = np.zeros_like(value)
+            velocity *= momentum
+            velocity += gradient
+            gradient = velocity
+        value[...] -= lr * gradient
 
 
-class Adam:
+class Adam(_Optimizer):
     """Adam, with the usual corrections for its first steps."""
 
     def __init__(self, parameters, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):
-        self.parameters, self.lr, self.betas, self.eps = list(parameters), lr, betas, eps
-        self._moments = [(np.zeros_like(p.value), np.zeros_like(p.value)) for p in self.parameters]
-        self._steps = 0
+        super().__init__(parameters, lr=lr, betas=betas, eps=eps)
 
-    def step(self):
-        self._steps += 1
-        beta1, beta2 = self.betas
-        rate = self.lr / (1 - beta1**self._steps)
-        correction = np.sqrt(1 - beta2**self._steps)
-        for parameter, (mean, square) in zip(self.parameters, self._moments):
-            gradient = parameter.grad()
-            if gradient is None:
-                continue
-            mean += (1 - beta1) * (gradient - mean)
-            square += (1 - beta2) * (gradient * gradient - square)
-            parameter.value[...] -= rate * mean / (np.sqrt(square) / correction + self.eps)
+    def _update(self, value, gradient, state, lr, betas, eps):
+        if not state:
+            state.update(step=0, exp_avg=np.zeros_like(value), exp_avg_sq=np.zeros_like(value))
+        state["step"] += 1
+        beta1, beta2 = betas
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean += (1 - beta1) * (gradient - mean)
+        square += (1 - beta2) * (gradient * gradient - square)
+        rate = lr / (1 - beta1 ** state["step"])
+        value[...] -= rate * mean / (np.sqrt(square) / np.sqrt(1 - beta2 ** state["step"]) + eps)
 
 
 # ---- Sharding --------------------------------------------------------------------------------------------------------

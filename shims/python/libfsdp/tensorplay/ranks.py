@@ -38,6 +38,7 @@ class Ranks:
         self.replicate_size = info.replicate_world_size
         self.replicate_group = getattr(info, "replicate_process_group", None)
         self._ranks = tuple(_fsdp_init._flatten_mesh_value(info.mesh.mesh))
+        self.replicate_rank = self._ranks.index(_rank()) // self.shard_size if self.replicate_size > 1 else 0
         self._shard_group = None  # the library's, of the shard dimension
         self.key = (self._ranks, self.shard_size, self.replicate_size)
 
@@ -61,27 +62,37 @@ class Ranks:
         return self._shard_group
 
     def _group(self):
-        if len(self._ranks) == 1:
-            return meet(None, 0, 1, "mesh of 1", None, {})
-        world = core._check_default_pg()
-        for group in (self.shard_group, world):
-            if group is not None and tuple(group.ranks) == self._ranks and isinstance(group.gloo_pg, Engine):
-                return group.gloo_pg._on.group
-        groups = vars(world).setdefault(_GROUPS, weakref.WeakValueDictionary())
-        group = groups.get(self._ranks)
-        if group is None:
-            prefix = f"libfsdp/mesh/{'-'.join(map(str, self._ranks))}/"
-            store = core._current_store()
-            rank = self._ranks.index(core.get_rank())
-            group = groups[self._ranks] = meet(
-                lambda more: Service(store, prefix + more),
-                rank,
-                len(self._ranks),
-                f"mesh of {len(self._ranks)}",
-                world._timeout_s,
-                {},
-            )
-        return group
+        return group_over(self._ranks, self.shard_group)
+
+
+def _rank():
+    return core.get_rank() if core.is_initialized() else 0
+
+
+def group_over(ranks, known=None):
+    """The library's group of these ranks, in this order; None: all. Without a process group, one of this process alone.
+    Collective over them the first time. known: a process group that may be of them."""
+    if not core.is_initialized() or len(ranks or ()) == 1:
+        return meet(None, 0, 1, "mesh of 1", None, {})
+    world = core._check_default_pg()
+    ranks = tuple(range(core.get_world_size())) if ranks is None else tuple(ranks)
+    for group in (known, world):
+        if group is not None and tuple(group.ranks) == ranks and isinstance(group.gloo_pg, Engine):
+            return group.gloo_pg._on.group
+    groups = vars(world).setdefault(_GROUPS, weakref.WeakValueDictionary())
+    group = groups.get(ranks)
+    if group is None:
+        prefix = f"libfsdp/mesh/{'-'.join(map(str, ranks))}/"
+        store = core._current_store()
+        group = groups[ranks] = meet(
+            lambda more: Service(store, prefix + more),
+            ranks.index(core.get_rank()),
+            len(ranks),
+            f"mesh of {len(ranks)}",
+            world._timeout_s,
+            {},
+        )
+    return group
 
 
 def default_mesh():

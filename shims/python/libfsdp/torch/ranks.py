@@ -32,11 +32,13 @@ class Ranks:
         self.replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
         self.shard_size, self.shard_rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         self.replicate_size = mesh.size(0) if mesh.ndim == 2 else 1
+        self.replicate_rank = mesh.get_local_rank(0) if mesh.ndim == 2 else 0
         self._group = self.shard_group
         self._ranks = tuple(mesh.mesh.flatten().tolist())
         self.key = (self._ranks, mesh.ndim, self.replicate_size)
         if not shards:
             self.replicate_group, self.replicate_size = self.shard_group, self.shard_size
+            self.replicate_rank = self.shard_rank
             self.shard_group, self.shard_size, self.shard_rank = None, 1, 0
 
     def model(self, name, **options):
@@ -69,6 +71,15 @@ def _group_of(process_group, ranks):
         timeout = seconds(dist.distributed_c10d.default_pg_timeout)
         group = _groups[key] = meet(store, rank, len(ranks), f"mesh of {len(ranks)}", timeout, {})
     return group
+
+
+def group_over(ranks):
+    """The library's group of these ranks, in this order; None without a process group. Collective over them."""
+    if not dist.is_initialized():
+        return None
+    every = tuple(range(dist.get_world_size()))
+    ranks = every if ranks is None else tuple(ranks)
+    return _group_of(dist.group.WORLD if ranks == every else None, ranks)
 
 
 def default_mesh():

@@ -1,0 +1,55 @@
+"""Checkpoints of torch's modules, for libfsdp.checkpoint: plain ones, those that fully_shard (ours or torch's own) or our
+classic wrapper has sharded, tensor parallelism, and any other DTensors whose parts are one box on each rank."""
+
+import torch
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ..errors import Unsupported
+from ..hosts.checkpoint import ModuleAdapter
+from .host import HOST
+from .ranks import group_over
+
+
+class TorchAdapter(ModuleAdapter):
+    def group(self, model):
+        ranks = set()
+        for tensor in (*model.parameters(), *model.buffers()):
+            if isinstance(tensor, DTensor):
+                ranks.update(tensor.device_mesh.mesh.flatten().tolist())
+        return group_over(sorted(ranks) if ranks else None)
+
+    def lie(self, tensor, group):
+        if not isinstance(tensor, DTensor):
+            return super().lie(tensor, group)
+        mesh, placements = tensor.device_mesh, tensor.placements
+        if any(isinstance(placement, Partial) for placement in placements):
+            raise Unsupported(f"a DTensor of placements {placements} has no values yet: redistribute it first")
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+        copies, copy = 1, 0
+        for dim, placement in enumerate(placements):
+            if placement.is_replicate():
+                copies, copy = copies * mesh.size(dim), copy * mesh.size(dim) + mesh.get_local_rank(dim)
+        local = tensor._local_tensor
+        if tuple(shape) != tuple(local.shape):
+            raise Unsupported(
+                f"a DTensor of shape {tuple(tensor.shape)} and placements {placements} is not one box on each rank: here {tuple(shape)} "
+                f"is expected, and its local tensor has {tuple(local.shape)}"
+            )
+        return local, tuple(tensor.shape), tuple(offset), copies, copy
+
+    def cut(self, parameter, param, ranks):
+        if isinstance(parameter, DTensor):
+            return self.lie(parameter, None)
+        return super().cut(parameter, param, ranks)
+
+    def fresh(self, like, shape, dtype):
+        return torch.zeros(shape, dtype=getattr(torch, dtype))
+
+    def scalar(self, key, value, dtype):
+        if dtype is None and key != "step":  # a step counter is a tensor in torch, whatever it was elsewhere
+            return value
+        return torch.tensor(value, dtype=getattr(torch, dtype or "float32"))
+
+
+ADAPTER = TorchAdapter(HOST)
