@@ -1035,8 +1035,8 @@ typedef struct fsdp_entry {
     DLDataType dtype;      /* in which it is kept in files; the tensor may have another: see fsdp_state_dict_add */
     int32_t copies;        /* so many ranks hold this very part; each of them writes a slice of it to files. 0: 1 */
     int32_t copy;          /* which of them this rank is */
-    int32_t rank;          /* OF_RANK, out: whose it is; else -1. In: not read */
-    const char *tied_to;   /* the name of an earlier entry that is the same tensor: it has no values of its own; or NULL */
+    int32_t rank;          /* out: whose it is, of a checkpoint's OF_RANK; else -1. In: not read */
+    const char *tied_to;   /* an earlier entry's name that is the same tensor: this one has no values; or NULL */
 } fsdp_entry;
 
 /* An empty one. */
@@ -1046,14 +1046,15 @@ FSDP_API void fsdp_state_dict_release(fsdp_state_dict *dict); /* tensors handed 
 
 /* Add an entry with this rank's part of it. `tensor`: host memory, any strides; not copied: what loads write goes into
  * it, saves read it. Taken when the call succeeds, left with the caller when it fails (but one of an unknown DLPack
- * version is deleted: VERSION). NULL for an entry that is tied_to another. entry->dtype {0, 0, 0}: the tensor's. Another
- * one, both being floats: values are rounded on their way to and from files (a buffer that computes in bfloat16 and is
- * kept as float32). Errors: INVALID (name taken, empty or not UTF-8; a part that leaves the shape; shapes that differ;
- * tied_to unknown), UNSUPPORTED (dtype). */
+ * version is deleted: VERSION). NULL for an entry that is tied_to another. entry->dtype {0, 0, 0}: the tensor's.
+ * Another one, both being floats: values are rounded on their way to and from files (a buffer that computes in bfloat16
+ * and is kept as float32). Errors: INVALID (name taken, empty or not UTF-8; a part that leaves the shape; shapes that
+ * differ; tied_to unknown), UNSUPPORTED (dtype). */
 FSDP_API fsdp_status fsdp_state_dict_add(fsdp_state_dict *dict, const fsdp_entry *entry,
                                          DLManagedTensorVersioned *tensor);
-/* Add, or replace, a JSON value: `text` is one, of any kind (at most 64 MiB; integers in int64's range; no NaN). Its
- * meaning is the host's: parameter groups, step counters. In a checkpoint it is rank 0's that is kept. */
+/* Add, or replace, a JSON value: `text` is one, of any kind (at most 64 MiB, 1000 levels deep; integers in int64's
+ * range; no NaN, no character 0). Its meaning is the host's: parameter groups, step counters. Names as for entries, but
+ * a value and an entry may have the same. In a checkpoint it is rank 0's that is kept. */
 FSDP_API fsdp_status fsdp_state_dict_set_json(fsdp_state_dict *dict, const char *name, const char *text);
 
 typedef struct fsdp_state_dict_info {
@@ -1084,30 +1085,31 @@ typedef struct fsdp_state_dict_options {
     size_t struct_size;
     fsdp_state_kind kind;
     int32_t rank0_only; /* FULL, 1: rank 0 of the group alone gets values; the others' dict is empty */
-    int32_t copy;       /* SHARDED, LOCAL: 1: values in memory of the dict's own; 0: the shards themselves, so that
-                           loading into the dict is loading into the model. FULL has memory of its own always */
+    int32_t copy;       /* SHARDED, LOCAL: 1: values in memory of the dict's own; 0: the shards themselves: what is
+                           loaded into the dict is in the model, see fsdp_unit_shard_changed. FULL has memory of its
+                           own always */
     int32_t reserved;   /* 0 */
-    const char *prefix; /* put before every name; NULL: none */
+    const char *prefix; /* put before every name, of tensors and of JSON values; NULL: none */
 } fsdp_state_dict_options;
 
 FSDP_API fsdp_status fsdp_state_dict_options_init(fsdp_state_dict_options *options, size_t struct_size);
 
 /* The parameters of all units of the model, in the order of making, by name, in their own dtype; tied entries under
  * each name. FULL is collective over the model's ranks and gathers one parameter at a time, so that a rank never has
- * more than its results and one parameter in addition. Buffers are the host's to add. Units may be full or sharded, and an
- * iteration may be under way: values are the shards'. Errors also: MISMATCH. */
+ * more than its results and one parameter in addition. Buffers are the host's to add. Units may be full or sharded, and
+ * an iteration may be under way: values are the shards'. Errors also: MISMATCH. */
 FSDP_API fsdp_status fsdp_model_state_dict(fsdp_model *model, const fsdp_state_dict_options *options,
                                            fsdp_state_dict **dict);
 
 /* What an entry must say whose tensor is shaped like the shard of parameter `index` (its own state, or an optimizer's):
- * name (the parameter's), shape, offset, length, dtype, copies and copy. Pointers are the unit's. Give the entry another
- * name before adding it, "exp_avg" behind a dot, say; other dtypes are fine. */
+ * name (the parameter's), shape, offset, length, dtype, copies and copy. Pointers are the unit's. Give the entry
+ * another name before adding it, "exp_avg" behind a dot, say; other dtypes are fine. */
 FSDP_API fsdp_status fsdp_unit_param_entry(fsdp_unit *unit, int32_t index, fsdp_entry *entry);
 
 /* A dict of whole tensors from one whose parts lie on the group's ranks. Collective; all ranks give dicts of the same
  * names in the same order (MISMATCH names the first that differs). One tensor at a time, as above. The JSON values are
- * each rank's own, entries of a rank are left out. options: kind is FULL (or 0), rank0_only and prefix as above.
- * Errors also: INVALID on all ranks (parts that overlap or leave gaps). */
+ * each rank's own, entries of a rank are left out. With rank0_only the others' dict has nothing in it. options: kind is
+ * FULL (or 0), rank0_only and prefix as above. Errors also: INVALID on all ranks (parts that overlap or leave gaps). */
 FSDP_API fsdp_status fsdp_state_dict_gather(fsdp_state_dict *dict, fsdp_group *group,
                                             const fsdp_state_dict_options *options, fsdp_state_dict **full);
 
@@ -1125,7 +1127,8 @@ typedef struct fsdp_load_options {
     int32_t partial; /* 0: all names must agree; 1: what is missing keeps its values, what is unexpected is not read */
     int32_t from_rank0;   /* 1: rank 0's dict counts, whole tensors; the other ranks give NULL for it. Collective */
     const char *prefix;   /* of the names in what is loaded: those without it are not looked at; NULL: none */
-    fsdp_name_fn on_name; /* told every missing and unexpected name, before anything is written; NULL: nobody */
+    fsdp_name_fn on_name; /* told every missing and unexpected name, with the prefix, before anything is written; NULL:
+                             nobody. With from_rank0 both functions are rank 0's */
     fsdp_progress_fn on_progress; /* NULL: nobody */
     void *user;                   /* of both */
 } fsdp_load_options;
@@ -1133,14 +1136,18 @@ typedef struct fsdp_load_options {
 FSDP_API fsdp_status fsdp_load_options_init(fsdp_load_options *options, size_t struct_size);
 
 /* Write the values of `from` into the tensors of `into`, entry by entry, by name: each takes its part of the whole from
- * the part that `from` holds, which must contain it. Floats are cast; other dtypes must be equal. JSON values of `from` are
- * set in `into`. Entries of a rank are not touched. All names, shapes, dtypes and parts are checked first: after an
- * error nothing has been written. Errors: INVALID (missing or unexpected names, of which the message has the first
- * few; shapes, dtypes or parts that don't fit, naming the entry). */
+ * the part that `from` holds, which must contain it. Floats are cast; other dtypes must be equal. A tensor with several
+ * names (tied_to) is wanted once, and read by the first of them that is there. JSON values of `from` are set in `into`.
+ * Entries of a rank are not touched. All names, shapes, dtypes and parts are checked first: after an error nothing has
+ * been written. Errors: INVALID (missing or unexpected names, of which the message has the first few; shapes, dtypes or
+ * parts that don't fit, a tensor that is read-only, memory that overlaps, naming the entry), CALLBACK (on_progress
+ * ended it: what it was told of is written). */
 FSDP_API fsdp_status fsdp_state_dict_load(fsdp_state_dict *into, fsdp_state_dict *from,
                                           const fsdp_load_options *options);
-/* The same into a model's shards. With from_rank0, collective over the model's ranks: tensors are sent one at a time.
- * Seen by the next call that unshards; STATE while a unit is unsharded, naming it. */
+/* The same into a model's shards, but for JSON values. Seen by the next call that unshards; STATE while a unit is
+ * unsharded, naming it. All ranks make this call, each with its own dict. With from_rank0 it is collective: tensors are
+ * sent one at a time, and an error is the same on all ranks; when a rank is lost or has no memory in the middle, some
+ * are written. */
 FSDP_API fsdp_status fsdp_model_load_state_dict(fsdp_model *model, fsdp_state_dict *from,
                                                 const fsdp_load_options *options);
 
@@ -1171,16 +1178,15 @@ FSDP_API fsdp_status fsdp_save_options_init(fsdp_save_options *options, size_t s
 /* A save that goes on. */
 typedef struct fsdp_save fsdp_save;
 
-/* Write a state dict. Collective over the group; NULL: one process. All ranks give the same path (on a file system that all
- * of them see; FULL: only rank 0 writes), format and names. SHARDED: each rank writes its own parts, replicas a slice
- * each. FULL: gathered by rank 0, one tensor at a time. Parents of the folder are made. With `save` (background or
- * not): a handle on it. In the background values are those of the time of the call: they are copied before it returns, and
- * the memory is given back when they are written; an own group is made for it, so training may go on. NULL: returns
- * when all is written, and background must be 0. A failure on one rank is told on all, and leaves an earlier checkpoint
- * at `path` as it was.
- * Errors: INVALID (path of another kind of checkpoint or of foreign files; parts that overlap or leave gaps),
- * UNSUPPORTED (complex128, which safetensors lacks), STATE (another save into this folder is under way), SYSTEM (names
- * the file), NOMEM, MISMATCH (names, dtypes or shapes differ between ranks). */
+/* Write a state dict. Collective over the group; NULL: one process. All ranks give the same path (on a file system that
+ * all of them see; FULL: only rank 0 writes), format and names. SHARDED: each rank writes its own parts, replicas a
+ * slice each. FULL: gathered by rank 0, one tensor at a time. Parents of the folder are made. With `save` (background
+ * or not): a handle on it. In the background values are those of the time of the call: they are copied before it
+ * returns, and the memory is given back when they are written; an own group is made for it, so training may go on.
+ * NULL: returns when all is written, and background must be 0. A failure on one rank is told on all, and leaves an
+ * earlier checkpoint at `path` as it was. Errors: INVALID (path of another kind of checkpoint or of foreign files;
+ * parts that overlap or leave gaps), UNSUPPORTED (complex128, which safetensors lacks), STATE (another save into this
+ * folder is under way), SYSTEM (names the file), NOMEM, MISMATCH (names, dtypes or shapes differ between ranks). */
 FSDP_API fsdp_status fsdp_checkpoint_save(fsdp_group *group, fsdp_state_dict *dict, const char *path,
                                           const fsdp_save_options *options, fsdp_save **save);
 
@@ -1224,8 +1230,8 @@ typedef struct fsdp_checkpoint_info {
     char save_id[40]; /* of this save alone; "": not written by libfsdp */
 } fsdp_checkpoint_info;
 FSDP_API fsdp_status fsdp_checkpoint_query(fsdp_checkpoint *checkpoint, fsdp_checkpoint_info *info);
-/* Entry `index`, in the order of the state dict that was saved (foreign files: of their data): whole tensors, offset all
- * zeros; and entries of ranks, each rank's by itself. */
+/* Entry `index`, in the order of the state dict that was saved (foreign files: of their data): whole tensors, offset
+ * all zeros; and entries of ranks, each rank's by itself. */
 FSDP_API fsdp_status fsdp_checkpoint_entry(fsdp_checkpoint *checkpoint, int64_t index, fsdp_entry *entry);
 /* The index of a name. rank -1: of a tensor; else of that rank's entry. Errors: NOT_FOUND. */
 FSDP_API fsdp_status fsdp_checkpoint_find(fsdp_checkpoint *checkpoint, const char *name, int32_t rank, int64_t *index);
@@ -1247,9 +1253,9 @@ FSDP_API fsdp_status fsdp_checkpoint_part_of(fsdp_checkpoint *checkpoint, int64_
                                              fsdp_checkpoint_part *out);
 
 /* Read the box of an entry that begins at `offset` (NULL: zeros) and has the shape of `tensor`, into it, any strides.
- * Reads what it needs of the files and no more than a checksum's block (1 MiB) beyond; what it reads is verified. Floats
- * are cast; other dtypes must be equal. Errors: INVALID, CORRUPT (naming file and tensor: `tensor` is undefined then),
- * SYSTEM. */
+ * Reads what it needs of the files and no more than a checksum's block (1 MiB) beyond; what it reads is verified.
+ * Floats are cast; other dtypes must be equal. Errors: INVALID, CORRUPT (naming file and tensor: `tensor` is undefined
+ * then), SYSTEM. */
 FSDP_API fsdp_status fsdp_checkpoint_read(fsdp_checkpoint *checkpoint, int64_t index, const int64_t *offset,
                                           const DLTensor *tensor);
 /* Read into every entry of a state dict its part, by name; as fsdp_state_dict_load, from_rank0 excepted. Names,

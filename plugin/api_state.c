@@ -180,11 +180,23 @@ fsdp_status fsdp_state_dict_load(fsdp_state_dict *into, fsdp_state_dict *from, c
     return state_load(&source, into, &known);
 }
 
+static fsdp_status check_from(const fsdp_model *model, fsdp_state_dict *from, int32_t from_rank0)
+{
+    if (from_rank0 && model->group->rank != 0) {
+        CHECK_ARG(!from,
+                  "from is given, but with options.from_rank0 it is rank 0's that counts: give NULL on the others");
+        return FSDP_OK;
+    }
+    CHECK_STATE_DICT(from);
+    return FSDP_OK;
+}
+
 fsdp_status fsdp_model_load_state_dict(fsdp_model *model, fsdp_state_dict *from, const fsdp_load_options *options)
 {
     CHECK_MODEL(model);
     fsdp_load_options known;
     TRY(read_load_options(options, &known));
-    if (from || !known.from_rank0 || model->group->rank == 0) CHECK_STATE_DICT(from);
-    return model_load_state_dict(model, from, &known);
+    fsdp_status status = check_from(model, from, known.from_rank0);
+    if (status != FSDP_OK && !known.from_rank0) return status;
+    return model_load_state_dict(model, from, &known, status);
 }

@@ -63,7 +63,8 @@ struct param {
     int32_t ndim, frozen;
     int32_t shard_dim; /* 0 also where nothing is sharded */
     int64_t shape[TENSOR_MAX_DIMS];
-    int64_t count, row;         /* elements in all, and in one row of shard_dim */
+    int64_t corner[TENSOR_MAX_DIMS], extent[TENSOR_MAX_DIMS]; /* of this rank's part */
+    int64_t count, row;                                       /* elements in all, and in one row of shard_dim */
     int64_t *at;                /* N + 1: the ranks' first elements, with shard_dim in front */
     int64_t start, rows;        /* this rank's part of shard_dim */
     int64_t shard_count;        /* elements: rows * row */
@@ -297,6 +298,9 @@ fsdp_status unit_write_back(fsdp_unit *unit);
 fsdp_status unit_gather_param(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **out);
 fsdp_status unit_load_param(fsdp_unit *unit, int32_t index, const struct tensor *full);
 fsdp_status unit_cast(fsdp_unit *unit, fsdp_cast_kind kind, const struct tensor *input, DLManagedTensorVersioned **out);
+/* Whether its shards may be written now: STATE while it is unsharded. `param` is what for. What prefetch brought is let go
+ * of. */
+fsdp_status unit_loadable(fsdp_unit *unit, const char *param);
 
 /* The piece of a gather of one parameter: from the ranks' shards, as `type`, to all of it in `data`. */
 fsdp_status param_gather(fsdp_work *work, struct op *op, const struct param *p, void *data, enum dtype type,

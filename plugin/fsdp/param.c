@@ -84,6 +84,9 @@ fsdp_status param_lay_out(fsdp_unit *unit, struct param *p, const fsdp_param *gi
         p->rows = length;
     }
     p->shard_count = p->rows * p->row;
+    memcpy(p->extent, p->shape, sizeof p->extent);
+    p->corner[p->shard_dim] = p->start;
+    p->extent[p->shard_dim] = p->rows;
     TRY(place(unit, &unit->full_bytes, p->count, p->full_type, &p->full_at));
     TRY(place(unit, &unit->partial_bytes, p->shard_count, param_wide(p->full_type), &p->partial_at));
     unit->full_data += p->count * (int64_t)dtype_size(p->full_type);

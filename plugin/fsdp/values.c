@@ -202,6 +202,17 @@ fsdp_status unit_gather_param(fsdp_unit *unit, int32_t index, DLManagedTensorVer
     return FSDP_OK;
 }
 
+fsdp_status unit_loadable(fsdp_unit *unit, const char *param)
+{
+    TRY(unit_unshard_end(unit));
+    if (unit->ahead) TRY(unit_reshard(unit, RESHARD_RELEASE)); /* by prefetch: the host did not ask for it */
+    if (unit->state != FSDP_UNIT_SHARDED && !unit->aliased)
+        return err(FSDP_ERR_STATE,
+                   "parameter '%s' can't be loaded while its unit '%s' is unsharded: call fsdp_unit_reshard first",
+                   param, unit->name);
+    return FSDP_OK;
+}
+
 fsdp_status unit_load_param(fsdp_unit *unit, int32_t index, const struct tensor *full)
 {
     TRY(unit_check_index(unit, index));
@@ -213,12 +224,7 @@ fsdp_status unit_load_param(fsdp_unit *unit, int32_t index, const struct tensor 
               tensor_text(full, text), unit->entries[index].name, tensor_text(&shard, want));
     CHECK_ARG(dtype_is_float(full->type), "full is %s, for parameter '%s': it must be of a float dtype",
               tensor_text(full, text), unit->entries[index].name);
-    TRY(unit_unshard_end(unit));
-    if (unit->ahead) TRY(unit_reshard(unit, RESHARD_RELEASE)); /* by prefetch: the host did not ask for it */
-    if (unit->state != FSDP_UNIT_SHARDED && !unit->aliased)
-        return err(FSDP_ERR_STATE,
-                   "parameter '%s' can't be loaded while its unit '%s' is unsharded: call fsdp_unit_reshard first",
-                   unit->entries[index].name, unit->name);
+    TRY(unit_loadable(unit, unit->entries[index].name));
     struct tensor part = *full;
     tensor_narrow(&part, p->shard_dim, p->start, p->rows);
     param_shard(p, p->shard, p->type, &shard);

@@ -243,6 +243,27 @@ fsdp_status state_dict_add(fsdp_state_dict *dict, const fsdp_entry *given, DLMan
 
 /* ---- JSON */
 
+/* How deep a value nests. It is sound JSON. */
+static int json_depth(const char *text)
+{
+    int depth = 0, most = 0, in_string = 0;
+    for (; *text; text++) {
+        if (in_string) {
+            if (*text == '\\')
+                text++;
+            else if (*text == '"')
+                in_string = 0;
+        } else if (*text == '"') {
+            in_string = 1;
+        } else if (*text == '{' || *text == '[') {
+            if (++depth > most) most = depth;
+        } else if (*text == '}' || *text == ']') {
+            depth--;
+        }
+    }
+    return most;
+}
+
 static fsdp_status json_compact(const char *name, const char *text, char **out)
 {
     CHECK_ARG(strnlen(text, STATE_JSON_MOST + 1) <= STATE_JSON_MOST, "the JSON value '%.200s' is longer than %lld MiB",
@@ -257,6 +278,12 @@ static fsdp_status json_compact(const char *name, const char *text, char **out)
     if (compact) json_dumpb(value, compact, bytes, flags);
     json_decref(value);
     if (!compact) return mem_none("a JSON value", bytes + 1);
+    int depth = json_depth(compact);
+    if (depth > STATE_JSON_DEPTH) {
+        mem_free(compact);
+        return err(FSDP_ERR_INVALID, "the JSON value '%.200s' nests %d levels deep: at most %d", name, depth,
+                   STATE_JSON_DEPTH);
+    }
     *out = compact;
     return FSDP_OK;
 }

@@ -257,7 +257,7 @@ static fsdp_status json_take(const struct source *from, fsdp_state_dict *into, c
 
 /* ---- loading */
 
-static fsdp_status tell_progress(const fsdp_load_options *options, int64_t done, int64_t total)
+fsdp_status state_progress(const fsdp_load_options *options, int64_t done, int64_t total)
 {
     int32_t answer = options->on_progress ? options->on_progress(done, total, options->user) : 0;
     return answer ? err(FSDP_ERR_CALLBACK, "on_progress ended the load with %d, %lld of %lld bytes are written", answer,
@@ -269,13 +269,13 @@ static fsdp_status read_all(const struct source *from, const fsdp_state_dict *in
                             const struct state_plan *plan)
 {
     int64_t done = 0;
-    TRY(tell_progress(options, 0, plan->bytes));
+    TRY(state_progress(options, 0, plan->bytes));
     for (int64_t i = 0; i < into->n_entries; i++) {
         const struct state_entry *entry = into->entries[i];
         if (plan->from[i] < 0) continue;
         TRY(from->read(from, plan->from[i], &entry->part, &entry->data));
         done += box_count(&entry->part) * (int64_t)dtype_size(entry->type);
-        if (box_count(&entry->part)) TRY(tell_progress(options, done, plan->bytes));
+        if (box_count(&entry->part)) TRY(state_progress(options, done, plan->bytes));
     }
     return FSDP_OK;
 }

@@ -22,6 +22,7 @@ struct fsdp_unit;
 
 #define STATE_NAME_MOST 4095         /* bytes of a name */
 #define STATE_JSON_MOST (64ll << 20) /* of one JSON value */
+#define STATE_JSON_DEPTH 1000        /* levels that it nests: a checkpoint's text adds a few, and readers have limits */
 
 /* ---- dicts */
 
@@ -97,6 +98,8 @@ struct state_plan {
 fsdp_status state_plan_make(const struct source *from, const fsdp_state_dict *into, const fsdp_load_options *options,
                             int whole, struct state_plan *plan);
 void state_plan_free(struct state_plan *plan);
+/* Tell the host how far it is; CALLBACK when that ends it. */
+fsdp_status state_progress(const fsdp_load_options *options, int64_t done, int64_t total);
 /* See fsdp_state_dict_load. options is of this library's size. */
 fsdp_status state_load(const struct source *from, fsdp_state_dict *into, const fsdp_load_options *options);
 void state_dict_source(const fsdp_state_dict *dict, struct source *out);
@@ -118,18 +121,29 @@ void state_layout_free(struct state_layout *layout);
 /* The whole of entry `index` (one with values, not of a rank) in `out`, of the entry's dtype in files and whole shape,
  * contiguous; NULL on ranks that get nothing. Collective. status: as above: after a failure of any rank nothing is moved,
  * and none of these calls may follow. */
-fsdp_status state_gather_entry(struct state_layout *layout, int64_t index, fsdp_status status, const struct tensor *out);
+fsdp_status state_gather_entry(struct state_layout *layout, int64_t index, fsdp_status status,
+                               const struct tensor *out);
 /* The reverse: root's source to all ranks' parts, which are contiguous and of the dtype in files. from -1: root has nothing
  * for this entry. `source` and `from` are looked at on root only; *moved on all. */
 fsdp_status state_scatter_entry(struct state_layout *layout, int64_t index, fsdp_status status,
                                 const struct source *source, int64_t from, int32_t *moved);
+/* Every rank says how it fared; the first failure is everyone's. Collective. */
+fsdp_status state_layout_tell(struct state_layout *layout, fsdp_status status);
+/* See fsdp_state_dict_gather; status as above. */
+fsdp_status state_gather(const fsdp_state_dict *dict, fsdp_group *group, const fsdp_state_dict_options *options,
+                         fsdp_status status, fsdp_state_dict **out);
+/* Add with a prefix before its name and that of what it is tied to. Takes `tensor` in any case. */
+fsdp_status state_add_prefixed(fsdp_state_dict *dict, const char *prefix, const fsdp_entry *entry,
+                               DLManagedTensorVersioned *tensor);
 fsdp_status state_dict_gather(fsdp_state_dict *dict, fsdp_group *group, const fsdp_state_dict_options *options,
                               fsdp_state_dict **out);
 
 /* ---- model_state.c */
 
 fsdp_status model_state_dict(struct fsdp_model *model, const fsdp_state_dict_options *options, fsdp_state_dict **out);
-fsdp_status model_load_state_dict(struct fsdp_model *model, fsdp_state_dict *from, const fsdp_load_options *options);
+/* status: of the check of `from`, which all ranks hear of with from_rank0. */
+fsdp_status model_load_state_dict(struct fsdp_model *model, fsdp_state_dict *from, const fsdp_load_options *options,
+                                  fsdp_status status);
 fsdp_status unit_param_entry(struct fsdp_unit *unit, int32_t index, fsdp_entry *out);
 
 /* ---- checkpoints */

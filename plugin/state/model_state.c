@@ -1,0 +1,170 @@
+/* A model's parameters as a state dict, and back. See state.h.
+ *
+ * An entry of a dict that shares the shards keeps the parameter's unit alive. Whole tensors come from such a dict by the
+ * gather that any dict has, over all ranks of the model: so replicas and every sharding are one case. Loading writes to
+ * the shards; what units have published counts as old from then on, on all ranks alike, also where a rank's load failed.
+ *
+ * On the host's thread. What talks to other ranks says so.
+ */
+#include "state/state.h"
+
+#include "base/mem.h"
+#include "fsdp/fsdp.h"
+
+#include <string.h>
+
+fsdp_status unit_param_entry(fsdp_unit *unit, int32_t index, fsdp_entry *out)
+{
+    TRY(unit_check_index(unit, index));
+    const struct param *p = &unit->params[unit->entries[index].param];
+    *out = (fsdp_entry){.struct_size = sizeof *out,
+                        .name = unit->entries[index].name,
+                        .kind = FSDP_ENTRY_TENSOR,
+                        .ndim = p->ndim,
+                        .shape = p->shape,
+                        .offset = p->corner,
+                        .length = p->extent,
+                        .dtype = dtype_to_dl(p->type),
+                        .copies = unit_replicas(unit),
+                        .copy = unit->replicate_group ? unit->replicate_group->rank : 0,
+                        .rank = -1};
+    return FSDP_OK;
+}
+
+static fsdp_status shard_copy(const struct param *p, DLManagedTensorVersioned **out)
+{
+    DLDataType type = dtype_to_dl(p->type);
+    TRY(managed_empty(&type, p->ndim, p->extent, out));
+    struct tensor from, to;
+    param_shard(p, p->shard, p->type, &from);
+    param_shard(p, (*out)->dl_tensor.data, p->type, &to);
+    tensor_copy(&to, &from);
+    return FSDP_OK;
+}
+
+static fsdp_status add_param(fsdp_state_dict *dict, fsdp_unit *unit, int32_t index,
+                             const fsdp_state_dict_options *options)
+{
+    fsdp_entry entry;
+    DLManagedTensorVersioned *tensor = NULL;
+    int32_t first = 0;
+    while (unit->entries[first].param != unit->entries[index].param) first++;
+    TRY(unit_param_entry(unit, index, &entry));
+    if (options->kind == FSDP_STATE_LOCAL) {
+        entry.shape = entry.length;
+        entry.offset = NULL;
+        entry.copies = entry.copy = 0;
+    }
+    if (first < index)
+        entry.tied_to = unit->entries[first].name;
+    else
+        TRY(options->copy ? shard_copy(&unit->params[unit->entries[index].param], &tensor)
+                          : unit_tensor(unit, index, UNIT_SHARD, &tensor));
+    return state_add_prefixed(dict, options->prefix, &entry, tensor);
+}
+
+/* This rank's parts of all parameters. */
+static fsdp_status model_parts(const struct units *units, const fsdp_state_dict_options *options, fsdp_state_dict **out)
+{
+    fsdp_state_dict *dict;
+    TRY(state_dict_create(&dict));
+    fsdp_status status = FSDP_OK;
+    for (int32_t i = 0; i < units->n && status == FSDP_OK; i++)
+        for (int32_t k = 0; k < units->at[i]->n_entries && status == FSDP_OK; k++)
+            status = add_param(dict, units->at[i], k, options);
+    if (status == FSDP_OK) {
+        *out = dict;
+        return FSDP_OK;
+    }
+    fsdp_error_info failure;
+    err_save(&failure);
+    state_dict_release(dict);
+    return err_restore(&failure);
+}
+
+fsdp_status model_state_dict(fsdp_model *model, const fsdp_state_dict_options *options, fsdp_state_dict **out)
+{
+    struct units units;
+    TRY(model_usable(model));
+    fsdp_status status = units_hold(model, &units);
+    if (options->kind != FSDP_STATE_FULL) {
+        if (status == FSDP_OK) status = model_parts(&units, options, out);
+        units_drop(&units);
+        return status;
+    }
+    fsdp_state_dict *parts = NULL;
+    fsdp_state_dict_options shared = {.struct_size = sizeof shared};
+    if (status == FSDP_OK) status = model_parts(&units, &shared, &parts);
+    status = state_gather(parts, model->group, options, status, out);
+    fsdp_error_info failure;
+    err_save(&failure);
+    state_dict_release(parts);
+    units_drop(&units);
+    return status == FSDP_OK ? FSDP_OK : err_restore(&failure);
+}
+
+/* ---- loading */
+
+/* From rank 0's whole tensors; source is looked at there alone. */
+static fsdp_status load_from_rank0(fsdp_model *model, const fsdp_state_dict *into, const struct source *source,
+                                   const fsdp_load_options *options, fsdp_status status)
+{
+    struct state_plan plan = {0};
+    struct state_layout *layout = NULL;
+    int root = model->group->rank == 0;
+    if (status == FSDP_OK && root) status = state_plan_make(source, into, options, 1, &plan);
+    status = state_layout_make(into, model->group, FSDP_OP_LOAD_STATE, 0, (uint64_t)options->partial, status, &layout);
+    if (status == FSDP_OK) {
+        int64_t done = 0;
+        fsdp_status mine = root ? state_progress(options, 0, plan.bytes) : FSDP_OK;
+        for (int64_t i = 0; i < into->n_entries && status == FSDP_OK; i++) {
+            const struct state_entry *entry = into->entries[i];
+            int32_t moved;
+            if (entry->tied_to >= 0) continue;
+            status = state_scatter_entry(layout, i, mine, source, root ? plan.from[i] : -1, &moved);
+            if (status != FSDP_OK || !root || !moved || !box_count(&entry->whole)) continue;
+            done += box_count(&entry->whole) * (int64_t)dtype_size(entry->type);
+            mine = state_progress(options, done, plan.bytes);
+        }
+        if (status == FSDP_OK) status = state_layout_tell(layout, mine);
+    }
+    fsdp_error_info failure;
+    err_save(&failure);
+    state_layout_free(layout);
+    state_plan_free(&plan);
+    return status == FSDP_OK ? FSDP_OK : err_restore(&failure);
+}
+
+static fsdp_status units_loadable(const struct units *units)
+{
+    for (int32_t i = 0; i < units->n; i++) TRY(unit_loadable(units->at[i], units->at[i]->entries[0].name));
+    return FSDP_OK;
+}
+
+fsdp_status model_load_state_dict(fsdp_model *model, fsdp_state_dict *from, const fsdp_load_options *options,
+                                  fsdp_status status)
+{
+    struct units units;
+    struct source source = {0};
+    fsdp_state_dict *into = NULL;
+    fsdp_state_dict_options shared = {.struct_size = sizeof shared};
+    fsdp_error_info failure;
+    err_save(&failure);
+    TRY(model_usable(model));
+    fsdp_status held = units_hold(model, &units);
+    if (status != FSDP_OK) err_restore(&failure);
+    if (status == FSDP_OK) status = held;
+    if (status == FSDP_OK) status = units_loadable(&units);
+    if (status == FSDP_OK) status = model_parts(&units, &shared, &into);
+    if (status == FSDP_OK && from) state_dict_source(from, &source);
+    source.n_json = 0; /* a model has none */
+    if (options->from_rank0)
+        status = load_from_rank0(model, into, &source, options, status);
+    else if (status == FSDP_OK)
+        status = state_load(&source, into, options);
+    err_save(&failure);
+    for (int32_t i = 0; i < units.n && held == FSDP_OK; i++) units.at[i]->current = 0;
+    state_dict_release(into);
+    units_drop(&units);
+    return status == FSDP_OK ? FSDP_OK : err_restore(&failure);
+}
