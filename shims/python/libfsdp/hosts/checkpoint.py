@@ -127,6 +127,10 @@ class ModuleAdapter(Adapter):
         state = optimizer.state.get(parameter, {})
         return {key: self.host.local(value) if self.is_tensor(value) else value for key, value in state.items()}
 
+    def like(self, parameter, tensor):
+        """What a state of a parameter's shape is, of this rank's part of it."""
+        return tensor
+
     def is_tensor(self, value):
         return isinstance(value, self.host.Tensor)
 
@@ -136,7 +140,7 @@ class ModuleAdapter(Adapter):
         if values:
             shape = tuple(self.host.local(parameter).shape)
             optimizer.state[parameter] = {
-                key: self.host.gradient(parameter, value)
+                key: self.like(parameter, value)
                 if self.is_tensor(value) and value.ndim and tuple(value.shape) == shape
                 else value
                 for key, value in values.items()

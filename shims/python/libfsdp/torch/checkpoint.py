@@ -43,6 +43,9 @@ class TorchAdapter(ModuleAdapter):
             return self.lie(parameter, None)
         return super().cut(parameter, param, ranks)
 
+    def like(self, parameter, tensor):
+        return DTensor(tensor, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else tensor
+
     def fresh(self, like, shape, dtype):
         return torch.zeros(shape, dtype=getattr(torch, dtype))
 
