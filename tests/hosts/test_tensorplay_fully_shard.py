@@ -392,7 +392,7 @@ def train_features(job, *names):
 
 @pytest.mark.parametrize("n", SIZES)
 def test_every_feature_trains_to_what_one_process_does(hosted, n):
-    hosted(n, train_features, timeout=110)
+    hosted(n, train_features, timeout=110, fresh=n == 2)
 
 
 # ---- Models ----------------------------------------------------------------------------------------------------------

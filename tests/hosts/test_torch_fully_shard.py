@@ -151,7 +151,7 @@ def parity(job):
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_training_is_that_of_one_process_and_of_torch(hosted, n):
-    hosted(n, parity)
+    hosted(n, parity, fresh=n == 2)
 
 
 # ---- Models that people have -----------------------------------------------------------------------------------------
