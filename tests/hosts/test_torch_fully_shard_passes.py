@@ -50,6 +50,7 @@ def passes(job):
         for i in range(3):
             model.set_requires_all_reduce(i == 2)
             model(x[i][mine]).square().sum().backward()
+            assert (model[0]._get_fsdp_state().unit.info().replicated_bytes > 0) == (i == 2)
             plain(x[i]).square().sum().backward()
         close_gradients(model, plain, n)
     # Parameters stay full between micro-batches when they are told to.
@@ -71,6 +72,16 @@ def passes(job):
             (loss if use == "one" else loss + out["rest"][0].square().sum()).backward()
         assert all(isinstance(p, DTensor) for p in model.parameters())
         close_gradients(model, plain, n)
+    # What was accumulated without sync is reduced, even if the last micro-batch does not reach its unit.
+    model, plain = Outputs(), Outputs()
+    sharded(model, layers=[model.block, model.one, model.other])
+    for i, use in enumerate(("both", "one")):
+        model.set_requires_gradient_sync(use == "one")
+        for m, rows in ((model, mine), (plain, slice(None))):
+            out = m(x[i][rows])
+            loss = out["one"][0].sum()
+            (loss if use == "one" else loss + out["rest"][0].square().sum()).backward()
+    close_gradients(model, plain, n)
     # Evaluation, inference mode, and training afterwards.
     model, plain = sharded(), network()
     for context in (torch.no_grad, torch.inference_mode):
