@@ -1,17 +1,25 @@
 """What the tests of hosts share: `hosted(n, worker, ...)` runs a function of the test module on n ranks, each a
 process of its own under libfsdp.run, as `worker(job, ...)` with a Job: the host's default group on "fsdp" and one of the
 same ranks on gloo beside it. Every assertion in it counts. A module's RANK names its host's program for a rank.
+
+Ranks are forked from a process that has imported the host (zygote.py). Tests of what a process finds at its start, does
+at its end or starts itself say `fresh`, as do a few of each host's, as only processes that were started by themselves
+hash strings in their own ways. FSDP_TEST_FRESH=1 does so for all.
 """
 
 import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import warnings
 
 import pytest
 
+HERE = pathlib.Path(__file__).parent
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "shims" / "python"
 
@@ -45,6 +53,85 @@ def run_python(*arguments, timeout=60, env=None):
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+class Zygote:
+    """zygote.py for one rank program. Without `ready`, it can't be forked."""
+
+    def __init__(self, program):
+        self.environment = _start_environment()
+        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "zygote.py"), str(other.fileno()), str(program)],
+            env=self.environment | {"PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[other.fileno()],
+            start_new_session=True,
+        )
+        other.close()
+        try:
+            threads = self._answer(60)
+        except RuntimeError as error:
+            threads = error
+        self.ready = threads == 1
+        if not self.ready:
+            warnings.warn(f"ranks are started one by one: {program.name} can't be forked ({threads} threads)")
+
+    def _answer(self, timeout):
+        """The number that it sends next; None after the timeout."""
+        self._socket.settimeout(timeout)
+        try:
+            data = self._socket.recv(100)
+        except TimeoutError:
+            return None
+        if not data:
+            raise RuntimeError(f"the process that ranks are forked from ended with code {self._process.wait(10)}")
+        return int(data)
+
+    def run(self, arguments, timeout):
+        """What run_python(-m libfsdp.run arguments) does."""
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+
+            def printed():
+                return [file.seek(0) or file.read().decode(errors="replace") for file in (out, err)]
+
+            message = json.dumps([str(argument) for argument in arguments]).encode()
+            socket.send_fds(self._socket, [message], [out.fileno(), err.fileno()])
+            pid, code = self._answer(10), None
+            try:
+                code = self._answer(timeout)
+                if code is None:
+                    os.kill(pid, signal.SIGTERM)  # the launcher then ends its ranks
+                    code = self._answer(5)
+                    pytest.fail("\n".join([f"not done after {timeout} s: {arguments}", *printed()]))
+            finally:
+                if code is None:
+                    os.killpg(pid, signal.SIGKILL)  # its guard ends the ranks
+                    self._answer(10)
+                self._socket.send(b"!")
+            return subprocess.CompletedProcess(arguments, code, *printed())
+
+    def close(self):
+        self._socket.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _start_environment():
+    """What decides what a rank finds at its start."""
+    return {name: value for name, value in environment().items() if name != "PYTEST_CURRENT_TEST"}
+
+
+@pytest.fixture(scope="session")
+def zygotes():
+    """{rank program: its Zygote}, filled as tests need them."""
+    started = {}
+    yield started
+    for zygote in started.values():
+        zygote.close()
+
+
 def _gloo_failed(done):
     """Whether gloo failed by itself: all ranks waited for each other inside it (three ranks on a loaded machine, in
     TensorPlay's wheels), or it took a rank down at its end (seen in a program with gloo alone). No rank was in libfsdp
@@ -56,7 +143,21 @@ def _gloo_failed(done):
 
 
 @pytest.fixture
-def hosted(request, tmp_path):
+def hosted(request, tmp_path, zygotes):
+    program = HERE / getattr(request.module, "RANK", "torch_rank.py")
+    all_fresh = getattr(request.module, "FRESH", "FSDP_TEST_FRESH" in os.environ)
+
+    def runner(launcher, fresh):
+        """What starts a job: run_python, or a Zygote that was started in this environment."""
+        if fresh or all_fresh or launcher[1] != "libfsdp.run":
+            return lambda arguments, timeout: run_python(*launcher, *arguments, timeout=timeout)
+        if program not in zygotes:
+            zygotes[program] = Zygote(program)
+        zygote = zygotes[program]
+        if not zygote.ready or zygote.environment != _start_environment():
+            return runner(launcher, True)
+        return zygote.run
+
     def go(
         n,
         worker,
@@ -67,20 +168,16 @@ def hosted(request, tmp_path):
         before=True,
         grace=2,
         launcher=("-m", "libfsdp.run"),
+        fresh=False,
     ):
-        """Run worker(job, *arguments). limit: the groups' timeout in seconds. before: the groups are made for it."""
+        """Run worker(job, *arguments). limit: the groups' timeout in seconds. before: the groups are made for it. fresh:
+        ranks are processes that start by themselves (a module's FRESH: all of its)."""
         count = ("-n", n, "--grace", grace) if launcher[1] == "libfsdp.run" else ()
-        command = (
-            *launcher,
-            *count,
-            pathlib.Path(__file__).with_name(getattr(request.module, "RANK", "torch_rank.py")),
-            pathlib.Path(request.module.__file__),
-            worker.__name__,
-            tmp_path / "store",
-            json.dumps([arguments, limit, before]),
-        )
+        settings = json.dumps([arguments, limit, before])
+        job = (*count, program, request.module.__file__, worker.__name__, tmp_path / "store", settings)
+        run = runner(launcher, fresh)
         for _ in range(2):
-            done = run_python(*command, timeout=timeout)
+            done = run(job, timeout)
             (tmp_path / "store").unlink(missing_ok=True)
             if not _gloo_failed(done):
                 break

@@ -9,6 +9,14 @@ from job import main
 
 import libfsdp.tensorplay  # noqa: F401
 
+PRELOAD = (  # what programs of tests import as well, for zygote.py
+    "numpy",
+    "pytest",
+    "libfsdp.tensorplay.classic",
+    "libfsdp.tensorplay.composable",
+    "libfsdp.tensorplay.process_group",
+)
+
 if __name__ == "__main__":
     tensorplay.set_num_threads(1)
     faulthandler.register(signal.SIGTERM, chain=True)  # a rank that the launcher ends says where it was

@@ -636,7 +636,7 @@ def loaded(job):
 
 
 def test_a_forked_data_loader_disturbs_nothing(hosted):
-    hosted(2, loaded)
+    hosted(2, loaded, fresh=True)
 
 
 if __name__ == "__main__":

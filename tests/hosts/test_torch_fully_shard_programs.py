@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed here; ci/test hosts makes a venv that has it")
-from test_torch_fully_shard import (
+from torch_fully_shard_models import (
     WIDTH,
     Block,
     Hidden,

@@ -15,6 +15,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed here; ci/tes
 import torch.distributed as dist
 from conftest import run_python
 
+FRESH = True  # ranks are processes that start by themselves: how they start and end is what is tested
+
 # A whole program, as a user has it. Its first argument says what rank 1 does after the first operation; TIMEOUT is the
 # group's. The survivors don't listen to the launcher, which ends them as soon as a rank fails: what they say is tested.
 PROGRAM = """

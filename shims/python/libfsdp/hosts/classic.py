@@ -15,6 +15,7 @@ import weakref
 from dataclasses import dataclass
 
 from . import discover, norm, state_dict, tree, wrap
+from .classic_state import StateMethods
 from .comm import Comm
 from .fully_shard import cut
 from .host import Host
@@ -32,11 +33,13 @@ class ClassicHost(Host):
     api               where its names are: StateDictType, FullStateDictConfig, ..., StateDictSettings
     hooks             {communication hook of the framework's: what is called in its place}
     SummonMisuse      the exception for arguments of summon_full_params that exclude each other
+    KeyMisuse         and for a wrong key type of rekey_optim_state_dict
     """
 
     api = None
     hooks = {}
     SummonMisuse = NotImplementedError
+    KeyMisuse = ValueError
 
     def broadcast(self, tensor, group):
         """Give all ranks of a group its first rank's values, in place."""
@@ -66,9 +69,34 @@ class ClassicHost(Host):
         """The whole tensor that a loaded value stands for."""
         return value
 
+    def whole_shape(self, param):
+        """Of a ShardedParameter."""
+        return param.shape
+
     def shard_of_value(self, value, param, ranks, local):
-        """What a module's parameter is to be loaded with, of a whole tensor or a shard; `value` itself where its shape
-        is wrong. local: it is this rank's part."""
+        """What a module's parameter, or a state of it, is to be loaded with, of a whole tensor or a shard; `value`
+        itself where its shape is wrong. local: it is this rank's part."""
+        raise NotImplementedError
+
+    def gathered(self, local, param, ranks):
+        """The whole tensor that the ranks have cut as they have cut a parameter. local: this rank's part, plain."""
+        raise NotImplementedError
+
+    def legacy(self, name, replacement):
+        """A function of the class was called that the framework warns about."""
+
+    # ---- Objects ----
+
+    def rank(self, group):
+        """This rank's number in a process group; None: in all."""
+        raise NotImplementedError
+
+    def all_gather_object(self, value, group):
+        """Each rank's value, a list."""
+        raise NotImplementedError
+
+    def broadcast_object(self, value, group):
+        """The first rank's value."""
         raise NotImplementedError
 
 
@@ -165,7 +193,7 @@ class HookComm(Comm):
         return output
 
 
-class Wrapper:
+class Wrapper(StateMethods):
     """Mixed into the adapter's FullyShardedDataParallel, before its Module."""
 
     host = None  # a ClassicHost
@@ -404,91 +432,15 @@ class Wrapper:
     def named_parameters(self, *args, **kwargs):
         """Module.named_parameters; inside summon_full_params under the names of the model without wrappers."""
         for name, parameter in super().named_parameters(*args, **kwargs):
-            yield (clean_name(self, name) if self._summoned else name), parameter
+            yield (state_dict.clean_name(self, name, ()) if self._summoned else name), parameter
 
     def named_buffers(self, *args, **kwargs):
         """Module.named_buffers, with names as named_parameters gives them."""
         for name, buffer in super().named_buffers(*args, **kwargs):
-            yield (clean_name(self, name) if self._summoned else name), buffer
-
-    # ---- State dicts ----
-
-    def state_dict(self, *args, **kwargs):
-        """What the type says that was set (set_state_dict_type), under the names of the model without wrappers.
-
-        FULL_STATE_DICT, the default: whole tensors, on all ranks or on the first; gathered one at a time. Collective.
-        SHARDED_STATE_DICT: the parameters as they are. LOCAL_STATE_DICT: this rank's part of each, a plain tensor.
-        Buffers have the dtype that they were made with.
-        """
-        prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
-        return state_dict.saved(self, super().state_dict(*args, **kwargs), prefix, self._wrapped_name)
-
-    def _load_from_state_dict(self, entries, prefix, *args, **kwargs):
-        state_dict.loadable(self, entries, prefix, self._wrapped_name)
-        super()._load_from_state_dict(entries, prefix, *args, **kwargs)
-
-    @classmethod
-    def set_state_dict_type(cls, module, state_dict_type, state_dict_config=None, optim_state_dict_config=None):
-        """Say what state_dict() of the wrappers at and below a module gives. Returns the settings before."""
-        api = cls.host.api
-        kind = {"FULL_STATE_DICT": "Full", "LOCAL_STATE_DICT": "Local", "SHARDED_STATE_DICT": "Sharded"}[
-            state_dict_type.name
-        ]
-        configs = []
-        for what, given, wanted in (
-            ("state_dict_config", state_dict_config, getattr(api, f"{kind}StateDictConfig")),
-            ("optim_state_dict_config", optim_state_dict_config, getattr(api, f"{kind}OptimStateDictConfig")),
-        ):
-            if given is not None and type(given) is not wanted:
-                raise RuntimeError(f"Expected {what} of type {wanted} but got {type(given)}")
-            configs.append(wanted() if given is None else given)
-        before = cls.get_state_dict_type(module)
-        for wrapper in cls.fsdp_modules(module):
-            wrapper._state_dict_type = state_dict_type
-            wrapper._state_dict_config, wrapper._optim_state_dict_config = configs
-        return api.StateDictSettings(None, None, None) if before is None else before
-
-    @classmethod
-    def get_state_dict_type(cls, module):
-        """The StateDictSettings of the wrappers at and below a module, which have to agree; None without any."""
-        settings = [
-            cls.host.api.StateDictSettings(
-                wrapper._state_dict_type, wrapper._state_dict_config, wrapper._optim_state_dict_config
-            )
-            for wrapper in cls.fsdp_modules(module)
-        ]
-        for other in settings:
-            if other != settings[0]:
-                raise AssertionError(
-                    f"All FSDP modules must have the same state dict settings. Got {other} and {settings[0]}."
-                )
-        return settings[0] if settings else None
-
-    @classmethod
-    @contextlib.contextmanager
-    def state_dict_type(cls, module, state_dict_type, state_dict_config=None, optim_state_dict_config=None):
-        """A block in which set_state_dict_type is in force."""
-        before = cls.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
-        try:
-            yield
-        finally:
-            if before.state_dict_type is not None:
-                cls.set_state_dict_type(
-                    module, before.state_dict_type, before.state_dict_config, before.optim_state_dict_config
-                )
+            yield (state_dict.clean_name(self, name, ()) if self._summoned else name), buffer
 
 
 def _clean_keys(module, incompatible):
     """What load_state_dict reports, under the names that its caller knows."""
     for keys in incompatible:
         keys[:] = [".".join(part for part in key.split(".") if part != module._wrapped_name) for key in keys]
-
-
-def clean_name(module, name):
-    """The name that something below `module` has without wrappers."""
-    parts = []
-    for part in name.split("."):
-        if not (hasattr(type(module), "_fsdp_wrapper") and part == module._wrapped_name):
-            parts.append(part)
-        module = None if module is None else module._modules.get(part)
-    return ".".join(parts)

@@ -1,8 +1,7 @@
 """Which modules and parameters a call of fully_shard is about: those of the given modules and below, but for what an
 earlier call has taken, and what is to be ignored.
 
-Works on what modules of both frameworks have: children(), named_parameters(recurse=False), buffers(recurse=False),
-_parameters.
+Works on what modules of both frameworks have: children(), modules(), _parameters.
 """
 
 
@@ -20,7 +19,7 @@ def outermost(modules):
     return [module for module in modules if id(module) not in inside]
 
 
-def managed_modules(roots, taken, ignored=()):
+def managed_modules(roots, taken):
     """The modules whose parameters belong to the call, children first. taken(module): an earlier call has it."""
     found, visited = [], set()
 
@@ -34,19 +33,7 @@ def managed_modules(roots, taken, ignored=()):
 
     for root in roots:
         visit(root)
-    if ignored:
-        ignored = {id(parameter) for parameter in ignored}
-        found = [module for module in found if not _ignored(module, ignored)]
     return found
-
-
-def _ignored(module, ignored):
-    """Whether a module and all below it consist of ignored parameters only."""
-    if any(True for _ in module.buffers(recurse=False)):
-        return False
-    if any(id(parameter) not in ignored for _, parameter in module.named_parameters(recurse=False)):
-        return False
-    return all(_ignored(child, ignored) for child in module.children())
 
 
 def places_of(modules, ignored=()):

@@ -37,7 +37,7 @@ def shard(host, mixin, module, ranks, *, reshard, dim_of, policy, ignored):
 def cut(host, roots, ranks, ignored, dim_of, caller):
     """Shard the parameters of modules and those below that no other call has taken: ShardedParameters, which the modules
     then show. caller: the function that the program called, for messages."""
-    managed = discover.managed_modules(roots, lambda other: state_of(other) is not None, ignored)
+    managed = discover.managed_modules(roots, lambda other: state_of(other) is not None)
     places = list(discover.places_of(managed, ignored).values())
     placements = [_checked(host, parameter, where, dim_of, caller) for parameter, where in places]
     params = []

@@ -7,6 +7,8 @@ of them are the first group, the next the second.
 
 from ..group import Group
 from ..store import Store
+from .interrupt import watch
+from .options import with_options
 
 
 class Service:
@@ -33,12 +35,13 @@ def meet(service, rank, size, name, timeout, options):
 
     service: a function that takes a prefix and gives the store, with that prefix before its keys, as
     libfsdp.Store.from_callbacks wants it. The prefix is to be the same on all ranks and no other group's.
-    timeout: seconds, to meet and for operations. Raises what Store and Group raise.
+    timeout: seconds, to meet and for operations. options: of group_options. Raises what Store and Group raise.
     """
     if size == 1:
-        return Group(None, name=name, timeout=timeout, **options)
+        return with_options(Group, None, name=name, timeout=timeout, **options)
+    watch()
     arrived = service("").add("arrived", 1)
     with Store.from_callbacks(
         service(f"{(arrived - 1) // size}/"), rank=rank, world_size=size, timeout=timeout
     ) as meeting:
-        return Group(meeting, name=name, timeout=timeout, **options)
+        return with_options(Group, meeting, name=name, timeout=timeout, **options)

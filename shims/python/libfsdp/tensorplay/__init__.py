@@ -15,6 +15,7 @@ Options           for new_group's pg_options: how a group talks, where the defau
 ProcessGroup      such a group beside a default group of any backend, made by its own ranks alone: for `group=`,
                   `DeviceMesh.from_group`, `process_group=`
 fully_shard       and what belongs to it: FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, ... (composable.py)
+get_state_dict    and the others of TensorPlay's checkpoint package, for sharded models (state_dict.py)
 
 What a group raises are the library's classes: all are RuntimeErrors, as gloo's are; a lost peer is a ConnectionError
 too, a timeout a TimeoutError, wrong arguments a ValueError.
@@ -42,6 +43,18 @@ _HOMES = {  # what is imported when it is asked for
     "share_comm_ctx": ".composable",
     "FullyShardedDataParallel": ".classic",
     "ShardedGradScaler": ".scaler",
+    **{
+        name: ".state_dict"
+        for name in (
+            "StateDictOptions",
+            "get_model_state_dict",
+            "get_optimizer_state_dict",
+            "get_state_dict",
+            "set_model_state_dict",
+            "set_optimizer_state_dict",
+            "set_state_dict",
+        )
+    },
 }
 __all__ = ["BACKEND", "NEEDS", "register", *_HOMES]
 

@@ -19,8 +19,19 @@ from tensorplay.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
     DataParallelMeshDims,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
     MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
 )
 
 from ..hosts import wrap
@@ -29,7 +40,24 @@ from ..tensor import shard_extent
 from .host import TensorPlayHost
 from .ranks import Ranks, default_mesh
 
-__all__ = ["BackwardPrefetch", "CPUOffload", "FullyShardedDataParallel", "MixedPrecision", "ShardingStrategy"]
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 _STAYS_FULL = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -39,6 +67,14 @@ _BACKWARD = {BackwardPrefetch.BACKWARD_PRE: "pre", BackwardPrefetch.BACKWARD_POS
 class _Host(ClassicHost, TensorPlayHost):
     api = api
     SummonMisuse = ValueError
+
+    def check_parameter(self, parameter, name):
+        super().check_parameter(parameter, name)
+        if not tuple(parameter.shape):
+            raise ValueError(
+                "fully_shard does not support scalar parameters; use a one-dimensional parameter: "
+                f"{name!r} has no dimension"
+            )
 
     def broadcast(self, tensor, group):
         dist.broadcast(tensor, group_src=0, group=group)
@@ -63,6 +99,29 @@ class _Host(ClassicHost, TensorPlayHost):
         dim = param.placement.dim
         start, length = shard_extent(param.shape[dim], ranks.shard_rank, ranks.shard_size)
         return value.detach().narrow(dim, start, length).contiguous()
+
+    def gathered(self, local, param, ranks):
+        if ranks.shard_size == 1:
+            return local.detach().clone()
+        dim, shape = param.placement.dim, param.shape
+        rows = [shard_extent(shape[dim], rank, ranks.shard_size)[1] for rank in range(ranks.shard_size)]
+        part = local.detach().movedim(dim, 0).contiguous()
+        whole = tp.empty((shape[dim], *part.shape[1:]), dtype=local.dtype)
+        ranks.over_shards().all_gather(part, whole, rows=rows)
+        return whole if dim == 0 else whole.movedim(0, dim).contiguous()
+
+    def rank(self, group):
+        return dist.get_rank(group) if dist.is_initialized() else 0
+
+    def all_gather_object(self, value, group):
+        values = [None] * dist.get_world_size(group)
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    def broadcast_object(self, value, group):
+        values = [value]
+        dist.broadcast_object_list(values, group_src=0, group=group)
+        return values[0]
 
 
 HOST = _Host()
@@ -163,6 +222,14 @@ class FullyShardedDataParallel(Wrapper, nn.Module):
             raise ValueError("module does not contain a fully sharded wrapper")
         return settings
 
+    def full_optim_state_dict(self, optim, optim_input=None, rank0_only=True, group=None):
+        """An optimizer's state, whole tensors keyed by name; with rank0_only {} on other ranks. Collective."""
+        return FullyShardedDataParallel._full_optim_state_dict(self, optim, optim_input, rank0_only, group)
+
+    def sharded_optim_state_dict(self, optim, group=None):
+        """An optimizer's state, shards keyed by name. Collective."""
+        return FullyShardedDataParallel._sharded_optim_state_dict(self, optim, group)
+
 
 def _mesh(strategy, process_group):
     if process_group is None:
@@ -194,3 +261,8 @@ def _ranks(strategy, mesh):
     ranks = Ranks(mesh, dims)
     ranks.is_first = not dist.is_initialized() or dist.get_rank() == ranks._ranks[0]
     return ranks
+
+
+from . import state_dict  # noqa: E402, last: it imports this module
+
+state_dict.replace()

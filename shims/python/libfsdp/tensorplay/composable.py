@@ -27,9 +27,10 @@ from ..hosts.api import ShardedModule, UnshardHandle, share_comm_ctx
 from ..hosts.api import register_forward_method as register_fsdp_forward_method
 from ..hosts.fully_shard import check_reshard, shard
 from ..hosts.iteration import state_of
+from ..hosts.state_dict import cut_entries, names_of
 from . import clip
+from .classic import HOST
 from .clip import clip_grad_norm_
-from .host import HOST
 from .ranks import Ranks, default_mesh
 
 __all__ = [
@@ -50,7 +51,16 @@ _REPLICATED = ("replicate", "__replicate_state_key__", "__replicate_with_fsdp_st
 
 
 class FSDPModule(ShardedModule, _TensorPlayModule):
-    """What a module's class also is after fully_shard. See libfsdp.hosts.api for the methods."""
+    """What a module's class also is after fully_shard. See libfsdp.hosts.api for the methods.
+
+    state_dict() gives this rank's shards; load_state_dict() takes shards and whole tensors, each rank its part of them.
+    """
+
+    def _load_from_state_dict(self, entries, prefix, metadata, strict, missing, unexpected, errors):
+        state = state_of(self)
+        state.reshard_now()
+        cut_entries(HOST, entries, prefix, prefix, names_of(self, state.params), state.ranks, False, errors)
+        super()._load_from_state_dict(entries, prefix, metadata, strict, missing, unexpected, errors)
 
 
 def fully_shard(

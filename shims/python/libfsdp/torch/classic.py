@@ -17,7 +17,23 @@ import torch.distributed as dist
 import torch.distributed.fsdp as api
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -27,7 +43,24 @@ from ..tensor import shard_extent
 from .host import Placement, TorchHost
 from .ranks import Ranks, check_mesh, default_mesh
 
-__all__ = ["BackwardPrefetch", "CPUOffload", "FullyShardedDataParallel", "MixedPrecision", "ShardingStrategy"]
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 _STAYS_FULL = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -52,6 +85,7 @@ def _compressed(dtype):
 
 class _Host(ClassicHost, TorchHost):
     api = api
+    KeyMisuse = AssertionError
     hooks = {
         default_hooks.fp16_compress_hook: _compressed(torch.float16),
         default_hooks.bf16_compress_hook: _compressed(torch.bfloat16),
@@ -79,7 +113,10 @@ class _Host(ClassicHost, TorchHost):
         if ranks.shards:
             return super().placement(parameter, dim, ranks)
         if isinstance(parameter, DTensor):
-            raise ValueError("NO_SHARD: parameters that are DTensors already are not supported; use FULL_SHARD")
+            inner = parameter._spec
+            mesh = DeviceMesh._concatenate([ranks.mesh, inner.mesh])
+            spec = DTensorSpec(mesh, (Replicate(), *inner.placements), tensor_meta=inner.tensor_meta)
+            return Placement(dim, spec, inner)
         meta = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype)
         return Placement(dim, DTensorSpec(ranks.mesh, (Replicate(),), tensor_meta=meta))
 
@@ -107,6 +144,12 @@ class _Host(ClassicHost, TorchHost):
     def whole_of(self, value):
         return value.full_tensor() if isinstance(value, DTensor) else value
 
+    def whole_shape(self, param):
+        return tuple(param.placement.spec.shape)
+
+    def gathered(self, local, param, ranks):
+        return DTensor(local.detach(), _of_dtype(param.placement.spec, local.dtype), requires_grad=False).full_tensor()
+
     def shard_of_value(self, value, param, ranks, local):
         spec, inner = param.placement.spec, param.placement.inner
         if isinstance(value, DTensor):
@@ -123,7 +166,33 @@ class _Host(ClassicHost, TorchHost):
                 value = distribute_tensor(value, inner.mesh, inner.placements, src_data_rank=None).to_local()
             dim = param.placement.dim
             value = value.narrow(dim, *shard_extent(param.shape[dim], ranks.shard_rank, ranks.shard_size))
-        return DTensor(value.detach().contiguous(), spec, requires_grad=False)
+        return DTensor(value.detach().contiguous(), _of_dtype(spec, value.dtype), requires_grad=False)
+
+    def legacy(self, name, replacement):
+        api.FullyShardedDataParallel._warn_legacy_optim_state_dict(name, replacement, stacklevel=3)
+
+    # ---- Objects ----
+
+    def rank(self, group):
+        return dist.get_rank(group)
+
+    def all_gather_object(self, value, group):
+        values = [None] * dist.get_world_size(group)
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    def broadcast_object(self, value, group):
+        values = [value]
+        dist.broadcast_object_list(values, group=group, group_src=0)
+        return values[0]
+
+
+def _of_dtype(spec, dtype):
+    """A DTensor's spec for values of another dtype: of an optimizer, say."""
+    meta = spec.tensor_meta
+    if meta.dtype == dtype:
+        return spec
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
 
 
 HOST = _Host()
@@ -224,6 +293,18 @@ class FullyShardedDataParallel(Wrapper, torch.nn.Module):
         self.sharding_strategy = strategy
         self.cpu_offload, self.mixed_precision = cpu_offload or CPUOffload(), mixed_precision or MixedPrecision()
         self.compute_device = torch.device("cpu")
+
+    @classmethod
+    def full_optim_state_dict(cls, model, optim, optim_input=None, rank0_only=True, group=None):
+        """An optimizer's state, whole tensors keyed by name; with rank0_only {} on other ranks. Collective."""
+        HOST.legacy("full_optim_state_dict", "optim_state_dict")
+        return cls._full_optim_state_dict(model, optim, optim_input, rank0_only, group)
+
+    @classmethod
+    def sharded_optim_state_dict(cls, model, optim, group=None):
+        """An optimizer's state, DTensors keyed by name. Collective."""
+        HOST.legacy("sharded_optim_state_dict", "optim_state_dict")
+        return cls._sharded_optim_state_dict(model, optim, group)
 
 
 def _check_device(device_id):

@@ -47,7 +47,10 @@ def last(status):
     return in_torch(errors.last(status))
 
 
-PeerLost = _class_for(errors.PeerLost)
-Timeout = _class_for(errors.Timeout)
-Aborted = _class_for(errors.Aborted)
-Mismatch = _class_for(errors.Mismatch)
+def __getattr__(name):
+    """The class raised for the library's of that name: pickle finds it so, which takes exceptions of a DataLoader's
+    workers to their parent."""
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, errors.FsdpError):
+        return _class_for(kind)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from .. import abi
 from ..errors import FsdpError
 from ..hosts.collectives import Collectives
-from ..hosts.options import group_options
+from ..hosts.options import group_options, with_options
 from .errors import in_torch
 from .names import Names
 from .operations import Operations
@@ -123,7 +123,8 @@ class ProcessGroup(Operations, Names, dist.ProcessGroup):
         options = group_options(opts if opts is None or hasattr(opts, "spin_us") else None, __package__)
         try:
             color, key = (min(ranks), ranks.index(self.rank())) if mine else (None, 0)
-            group = self._group.split(color, key, timeout=seconds(timeout), **options)
+            options = {"interruptible": self._group.interruptible} | options
+            group = with_options(self._group.split, color, key, timeout=seconds(timeout), **options)
         except FsdpError as error:
             raise in_torch(error) from None
         if group is None:

@@ -140,10 +140,18 @@ class Work(dist.Work):
 
 class _Future(torch.futures.Future):
     """A future whose Python callbacks run on a thread of their own: one of them may wait for another operation, which
-    the library's thread, by which this future is completed, has to run. What C++ chains to it is not concerned."""
+    the library's thread, by which this future is completed, has to run. What C++ chains to it is not concerned. A wait
+    for it answers Ctrl-C."""
+
+    def wait(self):
+        if not self.done():
+            done = threading.Event()
+            super().add_done_callback(lambda _: done.set())
+            done.wait()
+        return super().wait()
 
     def then(self, callback):
-        result = torch.futures.Future()
+        result = _Future()
 
         def call(future):
             try:
