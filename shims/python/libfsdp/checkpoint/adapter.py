@@ -41,18 +41,19 @@ class Adapter:
         """They have been."""
 
     def groups(self, model, optimizer):
-        """[(options, names of parameters), ...] of an optimizer's groups; options without the parameters."""
+        """[(options, {name: parameter}), ...] of an optimizer's groups, in their order; options without the parameters. A
+        parameter is what `state` and `set_state` take."""
         raise NotImplementedError
 
     def set_options(self, optimizer, index, options):
         """Give group `index` these of its options, as JSON has kept them."""
         raise NotImplementedError
 
-    def state(self, optimizer, model, name):
+    def state(self, optimizer, parameter):
         """{key: tensor or number} of a parameter, {} where it has none yet."""
         raise NotImplementedError
 
-    def set_state(self, optimizer, model, name, values):
+    def set_state(self, optimizer, parameter, values):
         """Let a parameter have this state: arrays of `fresh`, and numbers. {}: none."""
         raise NotImplementedError
 
@@ -114,16 +115,16 @@ class NumPy(Adapter):
                 unit.reshard()
 
     def groups(self, model, optimizer):
-        return [(optimizer.options(), [parameter.name for parameter in optimizer.parameters])]
+        return [(optimizer.options(), {parameter.name: parameter.name for parameter in optimizer.parameters})]
 
     def set_options(self, optimizer, index, options):
         optimizer.set_options(options)
 
-    def state(self, optimizer, model, name):
-        return optimizer.state(name)
+    def state(self, optimizer, parameter):
+        return optimizer.state(parameter)
 
-    def set_state(self, optimizer, model, name, values):
-        optimizer.set_state(name, values)
+    def set_state(self, optimizer, parameter, values):
+        optimizer.set_state(parameter, values)
 
     def scalar(self, key, value, dtype):
         return int(value) if key == "step" else value

@@ -152,11 +152,11 @@ def _add_optimizer(state, adapter, model, optimizer, pieces, group):
     ranks; numbers are JSON."""
     groups, numbers = [], {}
     ranks, rank = (1, 0) if group is None else (group.size, group.rank)
-    for options, names in adapter.groups(model, optimizer):
-        groups.append({"params": names, **encode(options, "optimizer")})
-        for name in names:
+    for options, parameters in adapter.groups(model, optimizer):
+        groups.append({"params": list(parameters), **encode(options, "optimizer")})
+        for name, parameter in parameters.items():
             piece = pieces[name] if pieces[name].tied_to is None else pieces[pieces[name].tied_to]
-            for key, value in adapter.state(optimizer, model, name).items():
+            for key, value in adapter.state(optimizer, parameter).items():
                 if "/" in key:
                     raise InvalidArgument(f"optimizer: the state {key!r} of {name!r} has a '/' in its name")
                 number, dtype = adapter.number(value)
@@ -188,7 +188,8 @@ def _plan_optimizer(state, adapter, model, optimizer, pieces, checkpoint, saved,
             key, _, param = name[len(OPTIMIZER) :].partition("/")
             states.setdefault(param, {})[key] = entry
     steps, known = [], set()
-    for index, (present, names) in enumerate(adapter.groups(model, optimizer)):
+    for index, (present, parameters) in enumerate(adapter.groups(model, optimizer)):
+        names = list(parameters)
         known.update(names)
         lost = [name for name in names if name not in options_of]
         if lost and strict:
@@ -207,10 +208,10 @@ def _plan_optimizer(state, adapter, model, optimizer, pieces, checkpoint, saved,
             loaded.unused += [key for key in options if key not in present and key not in loaded.unused]
             taken = {key: value for key, value in options.items() if key in present}
             steps.append(lambda index=index, taken=taken: adapter.set_options(optimizer, index, taken))
-        for name in names:
+        for name, parameter in parameters.items():
             if name in states:
                 values = _arrays_for(state, adapter, pieces, name, states[name])
-                steps.append(lambda name=name, values=values: adapter.set_state(optimizer, model, name, values))
+                steps.append(lambda p=parameter, values=values: adapter.set_state(optimizer, p, values))
     surplus = [name for name in states if name not in known]
     if surplus and strict:
         raise InvalidArgument(

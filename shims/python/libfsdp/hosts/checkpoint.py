@@ -8,8 +8,14 @@ from ..checkpoint.adapter import Adapter, Piece
 from ..dtypes import name_of
 from ..errors import InvalidArgument
 from ..tensor import shard_extent
-from .discover import clean
 from .iteration import state_of
+from .optim_state import Index
+from .state_dict import clean_name
+
+
+def _kept_dtypes(module):
+    """(name below it, dtype) of buffers that a classic wrapper has cast: what they were."""
+    return getattr(module, "_buffer_dtypes", {}).items()
 
 
 class ModuleAdapter(Adapter):
@@ -39,34 +45,30 @@ class ModuleAdapter(Adapter):
                     cut[id(holder), attribute] = param, state
         found, seen = [], {}
 
-        def visit(module, path, kept):
-            kept = kept | {f"{path}{name}": dtype for name, dtype in getattr(module, "_buffer_dtypes", {}).items()}
-            for attribute, parameter in module._parameters.items():
-                if parameter is None:
-                    continue
-                param, state = cut.get((id(module), attribute), (None, None))
-                if param is not None:
-                    lie = self.cut(parameter, param, state.ranks)
-                else:
-                    lie = self.lie(parameter.detach(), group)
-                add(path + attribute, parameter, lie, None)
-            transient = getattr(module, "_non_persistent_buffers_set", ())
-            for attribute, buffer in module._buffers.items():
-                if buffer is not None and attribute not in transient:
-                    dtype = kept.get(path + attribute)
-                    lie = self.lie(buffer.detach(), group)
-                    add(path + attribute, buffer, lie, None if dtype is None else name_of(dtype))
-            for attribute, child in module._modules.items():
-                if child is not None:
-                    inner = clean(path + attribute)
-                    visit(child, f"{inner}." if inner else "", kept)
-
-        def add(name, tensor, lie, dtype):
-            name = clean(name)
+        def add(path, tensor, lie, dtype=None):
+            name = clean_name(model, path)
             first = seen.setdefault(id(tensor), name)
             local, shape, offset, copies, copy = lie
             tied_to = None if first == name else first
             found.append(Piece(name, local.detach(), shape, offset, copies, copy, dtype, tied_to))
+
+        def visit(module, path, kept):
+            kept = kept | {clean_name(model, path + name): dtype for name, dtype in _kept_dtypes(module)}
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None:
+                    param, state = cut.get((id(module), attribute), (None, None))
+                    if param is not None:
+                        add(path + attribute, parameter, self.cut(parameter, param, state.ranks))
+                    else:
+                        add(path + attribute, parameter, self.lie(parameter.detach(), group))
+            transient = getattr(module, "_non_persistent_buffers_set", ())
+            for attribute, buffer in module._buffers.items():
+                if buffer is not None and attribute not in transient:
+                    dtype = kept.get(clean_name(model, path + attribute))
+                    add(path + attribute, buffer, self.lie(buffer.detach(), group), dtype and name_of(dtype))
+            for attribute, child in module._modules.items():
+                if child is not None:
+                    visit(child, f"{path}{attribute}.", kept)
 
         with self.host.no_grad():
             visit(model, "", {})
@@ -80,26 +82,16 @@ class ModuleAdapter(Adapter):
 
     # ---- Optimizers ----
 
-    def _named(self, model):
-        """{id of a parameter: its name}; of tied ones, the first."""
-        names = {}
-        for path, module in model.named_modules():
-            for attribute, parameter in module._parameters.items():
-                if parameter is not None:
-                    name = clean(f"{path}.{attribute}" if path else attribute)
-                    names.setdefault(id(parameter), name)
-        return names
-
     def groups(self, model, optimizer):
-        named, groups = self._named(model), []
+        named, groups = Index(model).names, []
         for index, group in enumerate(optimizer.param_groups):
-            names = [named.get(id(parameter)) for parameter in group["params"]]
-            if None in names:
+            parameters = {named.get(id(parameter)): parameter for parameter in group["params"]}
+            if None in parameters:
                 raise InvalidArgument(
-                    f"optimizer: parameter {names.index(None)} of group {index} is none of the model's; was the optimizer built "
-                    "before the model was sharded?"
+                    f"optimizer: a parameter of shape {tuple(parameters[None].shape)} in group {index} is none of the model's: "
+                    "build the optimizer from the parameters of the sharded model"
                 )
-            groups.append(({key: value for key, value in group.items() if key != "params"}, names))
+            groups.append(({key: value for key, value in group.items() if key != "params"}, parameters))
         return groups
 
     def set_options(self, optimizer, index, options):
@@ -114,16 +106,7 @@ class ModuleAdapter(Adapter):
             else:
                 group[key] = value
 
-    def _parameter(self, optimizer, model, name):
-        named = self._named(model)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if named.get(id(parameter)) == name:
-                    return parameter
-        raise KeyError(name)
-
-    def state(self, optimizer, model, name):
-        parameter = self._parameter(optimizer, model, name)
+    def state(self, optimizer, parameter):
         state = optimizer.state.get(parameter, {})
         return {key: self.host.local(value) if self.is_tensor(value) else value for key, value in state.items()}
 
@@ -134,8 +117,7 @@ class ModuleAdapter(Adapter):
     def is_tensor(self, value):
         return isinstance(value, self.host.Tensor)
 
-    def set_state(self, optimizer, model, name, values):
-        parameter = self._parameter(optimizer, model, name)
+    def set_state(self, optimizer, parameter, values):
         optimizer.state.pop(parameter, None)
         if values:
             shape = tuple(self.host.local(parameter).shape)
