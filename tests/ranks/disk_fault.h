@@ -1,0 +1,19 @@
+/* A disk that fails: the calls by which a save changes a file system are counted, and the k-th of them fails, or ends
+ * the process. They are the test's own functions of the C library's names, which the linker takes for the library under
+ * test. */
+#ifndef FSDP_TEST_DISK_FAULT_H
+#define FSDP_TEST_DISK_FAULT_H
+
+enum disk_fault {
+    DISK_SOUND,
+    DISK_FAILS, /* no space for what needs some, else EIO */
+    DISK_KILLS, /* before the call is made */
+    DISK_TEARS, /* half of what is to be written is, and then the process ends; as KILLS for other calls */
+};
+
+/* From now on in this process. at: 1 is the next call. */
+void disk_fault_set(enum disk_fault fault, int at);
+extern void (*disk_fault_on_hit)(const char *call); /* told the call, "pwrite" say, just before */
+extern int disk_fault_syncs;                        /* calls of fsync so far; they don't wait for the disk */
+
+#endif
