@@ -132,7 +132,8 @@ static fsdp_status report_failure(const struct state_layout *layout, int r, stru
     return report->status;
 }
 
-/* Take the step that was made, and make the next one: its failure is told by this one. */
+/* Take the step that was made, and make the next one: its failure is told by this one. number: which entry it is for, the
+ * same on all ranks. */
 static struct step *step_begin(struct state_layout *layout, int64_t number, fsdp_status status,
                                fsdp_error_info *failure)
 {
@@ -619,7 +620,7 @@ fsdp_status state_gather_entry(struct state_layout *layout, int64_t index, fsdp_
         return status;
     }
     fsdp_error_info failure;
-    struct step *step = step_begin(layout, index, status, &failure);
+    struct step *step = step_begin(layout, layout->place[index], status, &failure);
     int64_t size = (int64_t)dtype_size(entry->type), count = cut(layout, index, 0, step->at);
     int gets = gets_whole(layout), direct = lies_in_order(layout, index);
     char *whole = !gets ? NULL : direct ? out->data : layout->scratch;
@@ -681,7 +682,7 @@ static fsdp_status scatter_round(struct state_layout *layout, int64_t index, int
     int root = layout->rank == layout->root;
     fsdp_error_info failure;
     if (status == FSDP_OK && root && from >= 0) status = read_parts(layout, index, copy < 0 ? 0 : copy, source, from);
-    struct step *step = step_begin(layout, index, status, &failure);
+    struct step *step = step_begin(layout, layout->place[index], status, &failure);
     struct transfer *transfer = &step->work->ops[0].transfer;
     step->root = layout->root;
     step->mine->absent = root && from < 0;

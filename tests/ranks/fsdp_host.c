@@ -86,6 +86,34 @@ double value_of(enum dtype type, int seed, int64_t element)
     return (double)(((int64_t)seed * 31 + element * 7 + 1) % spans[type]);
 }
 
+static void delete_host_tensor(DLManagedTensorVersioned *self)
+{
+    free(self->manager_ctx);
+    free(self);
+}
+
+DLManagedTensorVersioned *host_tensor(enum dtype type, int ndim, const int64_t *shape, int form)
+{
+    DLManagedTensorVersioned *m = calloc(1, sizeof *m);
+    int64_t step = form == 2 ? 3 : 1, count = step, head = 2 * ndim + 2; /* shape, strides, room for an offset */
+    for (int d = 0; d < ndim; d++) count *= shape[d];
+    int64_t *dims = calloc((size_t)(head + 2 * count + 2), sizeof *dims);
+    CHECK(m && dims, "no memory");
+    m->version = (DLPackVersion){DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION};
+    m->deleter = delete_host_tensor;
+    m->manager_ctx = dims;
+    m->dl_tensor = view(dims + head, type, ndim, dims);
+    m->dl_tensor.byte_offset = form == 2 ? 16 : 0;
+    for (int d = 0; d < ndim; d++) dims[d] = shape[d];
+    for (int d = 0; d < ndim; d++) {
+        int at = form == 1 ? d : ndim - 1 - d;
+        dims[ndim + at] = step;
+        step *= shape[at] ? shape[at] : 1;
+    }
+    m->dl_tensor.strides = dims + ndim;
+    return m;
+}
+
 /* ---- slots */
 
 static struct host_slot *slot_at(struct host_slots *s, int number)

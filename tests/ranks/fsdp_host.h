@@ -28,6 +28,8 @@ void get_doubles(const DLTensor *t, double *out);
 void set_doubles(const DLTensor *t, const double *values);
 /* v as the dtype would hold it. */
 double rounded(enum dtype type, double v);
+/* A host's own managed tensor of zeros. form 0: dense, 1: the first dimension fastest, 2: with gaps and an offset. */
+DLManagedTensorVersioned *host_tensor(enum dtype type, int ndim, const int64_t *shape, int form);
 /* A small whole number, exact in every dtype, unlike its neighbours'. */
 double value_of(enum dtype type, int seed, int64_t element);
 
