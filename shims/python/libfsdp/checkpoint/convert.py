@@ -1,0 +1,161 @@
+"""Converting a checkpoint: read, choose, write beside the target, and put that into the target's place in one step, so that
+there never is half a target, and an earlier one stays until the new one is complete.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+
+from ..errors import FsdpError, InvalidArgument, NotFound, SystemFailure
+from .formats import PICKLES, TARGETS, kind_of, open_any, select
+from .table import Progress, count, human
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_libc = ctypes.CDLL(None, use_errno=True)
+_FOREIGN = {  # endings of what else belongs to a checkpoint's folder, by its kind
+    "sharded": (".safetensors", "manifest.json"),
+    "full": (".safetensors", ".safetensors.index.json"),
+    "dcp": (".distcp", ".metadata"),
+    "mega": (".mega", ".mega.index.json"),
+    "ranks": PICKLES,
+}
+
+
+def target_of(dst, to):
+    """What to write, by the ending of `dst` where `to` is None. Raises InvalidArgument."""
+    ending = os.path.splitext(dst)[1]
+    if to is None:
+        for known, endings in (("full", (".safetensors",)), ("torch", PICKLES), ("tensorplay", (".mega",))):
+            if ending in endings:
+                return known
+        raise InvalidArgument(f"--to: give one of {', '.join(TARGETS)}: the ending of {dst!r} does not tell")
+    wrong = {
+        "sharded": ending in (".safetensors", ".mega", *PICKLES),
+        "full": ending in (".mega", *PICKLES),
+        "dcp": ending in (".safetensors", ".mega", *PICKLES),
+        "torch": ending in (".safetensors", ".mega"),
+        "tensorplay": ending in (".safetensors", ".bin", ".ckpt"),
+    }[to]
+    if wrong:
+        raise InvalidArgument(f"{dst}: with --to {to} it is {TARGETS[to]}")
+    return to
+
+
+def convert(
+    src, dst, *, to=None, ranks=1, max_file_bytes=None, dtype=None, names=(), ids=False, force=False, trust=False, stream=None
+):
+    """Write the checkpoint at `src`, of any kind, to `dst`. Gives (a Content of what was written, what was left out)."""
+    dst = os.path.abspath(os.fspath(dst))
+    to = target_of(dst, to)
+    check_target(dst, force)
+    source = open_any(src, trust)
+    content = select(source, names, dtype)
+    if not content.items and not content.json:
+        raise InvalidArgument(f"{src}: has no tensors")
+    os.makedirs(os.path.dirname(dst), exist_ok=True)
+    beside = os.path.join(os.path.dirname(dst), f".converting-{os.getpid()}-{os.path.basename(dst)}")
+    try:
+        with contextlib.ExitStack() as stack:
+            reading = stack.enter_context(Progress("reading", stream=stream))
+            writing = Progress("writing", lambda: (_size(beside), content.nbytes), stream=stream)
+            stack.enter_context(writing)
+            left_out = _write(content, beside, reading, to, ranks, max_file_bytes, ids)
+        put_in_place(beside, dst)
+    except FsdpError as error:  # which may name the file that is gone in a moment
+        error.message = error.message.replace(beside, dst)
+        raise
+    finally:
+        _remove(beside)
+    return content, [*content.left_out, *left_out]
+
+
+def _write(content, path, progress, to, ranks, max_file_bytes, ids):
+    from . import formats_dcp, formats_libfsdp, formats_pickle
+
+    if to == "sharded":
+        return formats_libfsdp.write_sharded(content, path, progress, ranks)
+    if to == "full":
+        return formats_libfsdp.write_full(content, path, progress, max_file_bytes)
+    if to == "dcp" or (to == "tensorplay" and not path.endswith((".pt", ".pth", ".mega"))):
+        return formats_dcp.write(content, path, progress, to, ids)
+    return formats_pickle.write(content, path, progress, to, ids)
+
+
+def summary(content, dst):
+    return f"{dst}: {count(len(content.items), 'tensor')}, {human(content.nbytes)}, from {content.path} ({content.kind})"
+
+
+# ---- The target's place ----------------------------------------------------------------------------------------------
+
+
+def check_target(dst, force):
+    """Refuse a target that is there, but with `force` one that is a checkpoint and nothing else."""
+    if not os.path.lexists(dst):
+        return
+    if not force:
+        raise InvalidArgument(f"{dst}: is there already; --force replaces it")
+    if os.path.islink(dst):
+        raise InvalidArgument(f"{dst}: is a symbolic link; give the path that it leads to")
+    if os.path.isdir(dst):
+        names = os.listdir(dst)
+        try:
+            known = _FOREIGN[kind_of(dst)] if names else ()
+        except (NotFound, FsdpError):
+            raise InvalidArgument(f"{dst}: is a folder but no checkpoint, and is not replaced; give another path") from None
+        others = [name for name in names if not name.endswith(known)]
+        if others:
+            raise InvalidArgument(
+                f"{dst}: holds other things beside the checkpoint ({', '.join(sorted(others)[:3])}), which would be lost; give "
+                "another path"
+            )
+    elif os.path.getsize(dst):
+        try:
+            kind_of(dst)
+        except (NotFound, FsdpError):
+            raise InvalidArgument(f"{dst}: is no checkpoint, and is not replaced; give another path") from None
+
+
+def put_in_place(beside, dst):
+    """Rename `beside` to `dst`. What is there is exchanged with it in one step, where the file system can, and removed."""
+    try:
+        if not os.path.lexists(dst):
+            os.rename(beside, dst)
+        elif os.path.isdir(beside) or os.path.isdir(dst):
+            _exchange(beside, dst)
+        else:
+            os.replace(beside, dst)
+        folder = os.open(os.path.dirname(dst), os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise SystemFailure(f"{dst}: can't be put in place: {error.strerror}") from error
+
+
+def _exchange(beside, dst):
+    paths = os.fsencode(beside), os.fsencode(dst)
+    if not hasattr(_libc, "renameat2") or _libc.renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE):
+        old = f"{beside}.old"
+        os.rename(dst, old)
+        os.rename(beside, dst)
+        _remove(old)
+
+
+def _remove(path):
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _size(path):
+    """The bytes in a file or folder."""
+    try:
+        if os.path.isdir(path):
+            return sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())
+        return os.path.getsize(path)
+    except OSError:  # not there yet
+        return 0

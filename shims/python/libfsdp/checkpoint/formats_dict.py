@@ -1,0 +1,259 @@
+"""State dicts as frameworks nest them, and a Content's flat names: one to the other, whatever the framework.
+
+    {"model": {name: tensor}, "optim": {"state": {name: {"exp_avg": tensor, ...}}, "param_groups": [...]}, "epoch": 3}
+
+is what torch's and TensorPlay's files hold, with "optimizer" for "optim" at times, parameters' numbers for their names,
+and a model's state dict alone where there is nothing else. Leaves that are tensors are Items here. Values beside the
+model and the optimizer are JSON values of the Content, under their own keys.
+"""
+
+import re
+from dataclasses import replace
+
+from ..errors import InvalidArgument, Unsupported
+from .formats import OPTIMIZER, Content, Item, Scalar, number
+from .training import decode, encode
+
+MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
+OPTIM_KEYS = ("optim", "optimizer", "optim_state_dict", "optimizer_state_dict")
+MODEL, OPTIM = MODEL_KEYS[0], OPTIM_KEYS[0]  # those that are written
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+# ---- Nested to flat --------------------------------------------------------------------------------------------------
+
+
+def content_of(value, path, kind):
+    """The Content of a nested value. Raises InvalidArgument for what has no tensors."""
+    content = Content(path, kind)
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"{path}: holds a {type(value).__name__}, not a state dict")
+    value = {str(key): item for key, item in value.items()}
+    model, optimizer, rest = _parts_of(value)
+    _add_model(content, model)
+    if optimizer is not None:
+        _add_optimizer(content, _unflat(optimizer))
+    for key, item in rest.items():
+        try:
+            content.json[key] = encode(item, key)
+        except InvalidArgument:
+            content.left_out.append(f"{key!r}, which JSON can't hold ({_kind(item)})")
+    if not content.items and not content.json:
+        raise InvalidArgument(f"{path}: holds no tensors")
+    return content
+
+
+def _kind(value):
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Item) else f"a {type(value).__name__}"
+
+
+def _parts_of(value):
+    """(model, optimizer or None, what is beside them) of a top level."""
+    if isinstance(value.get("param_groups"), list) and isinstance(value.get("state"), dict):
+        return {}, value, {}
+    optim = next((key for key in OPTIM_KEYS if isinstance(value.get(key), dict)), None)
+    model = next((key for key in MODEL_KEYS if isinstance(value.get(key), dict)), None)
+    if model is None and optim is None:
+        for key in OPTIM_KEYS:  # flat keys, as for a flat state dict of torch.distributed.checkpoint's
+            if any(name.startswith((f"{key}.state.", f"{key}.param_groups.")) for name in value):
+                split = _by_prefix(value, (MODEL, key))
+                return split[MODEL], split[key], split[""]
+        return value, None, {}
+    rest = {key: item for key, item in value.items() if key not in (model, optim)}
+    if model is not None:
+        return value[model], value.get(optim), rest
+    tensors = {key: item for key, item in rest.items() if isinstance(item, (Item, dict))}
+    return tensors, value[optim], {key: item for key, item in rest.items() if key not in tensors}
+
+
+def _by_prefix(value, prefixes):
+    split = {prefix: {} for prefix in (*prefixes, "")}
+    for name, item in value.items():
+        prefix, dot, rest = name.partition(".")
+        if dot and prefix in prefixes:
+            split[prefix][rest] = item
+        else:
+            split[""][name] = item
+    return split
+
+
+def clean(names):
+    """{name: the name that the model without wrappers gives}. "module." goes where all have it (data parallel)."""
+    wrapped = bool(names) and all(name.startswith("module.") for name in names)
+    return {name: _WRAPPERS.sub("", name[len("module.") :] if wrapped else name) for name in names}
+
+
+def _add_model(content, model):
+    flat = {}
+
+    def walk(prefix, value):
+        for key, item in value.items():
+            name = f"{prefix}{key}"
+            if isinstance(item, dict):
+                walk(f"{name}.", item)
+            elif isinstance(item, Item):
+                flat[name] = item if item.tied_to is None else replace(item, tied_to=prefix + item.tied_to)
+            else:
+                content.left_out.append(f"{name!r} of the model, which is no tensor ({_kind(item)})")
+
+    walk("", model)
+    names = clean(list(flat))
+    local = next((name for name in names.values() if name.rpartition(".")[2] in ("flat_param", "_flat_param")), None)
+    if local is not None:
+        raise Unsupported(
+            f"{content.path}: {local!r} is a flat parameter: a local state dict of FSDP's, of which nothing tells the tensors; "
+            "save a full or a sharded one"
+        )
+    if len(set(names.values())) < len(names):
+        names = {name: name for name in names}
+    for name, item in flat.items():
+        if item.tied_to is not None:
+            item.tied_to = names.get(item.tied_to, item.tied_to)
+        content.items[names[name]] = item
+
+
+def _unflat(optimizer):
+    """{"state": {name: {key: value}}, "param_groups": [...]} of an optimizer's state dict, flat or not."""
+    if "state" in optimizer or "param_groups" in optimizer:
+        return optimizer
+    states, options = {}, {}
+    for key, value in optimizer.items():
+        what, _, rest = key.partition(".")
+        name, _, last = rest.rpartition(".")
+        if what == "state":
+            states.setdefault(name, {})[last] = value
+        elif what == "param_groups" and name:
+            options.setdefault(name, {})[last] = value
+    groups = []
+    for name, values in options.items():  # each parameter has its group's options
+        for group in groups:
+            if {key: value for key, value in group.items() if key != "params"} == values:
+                group["params"].append(name)
+                break
+        else:
+            groups.append(values | {"params": [name]})
+    return {"state": states, "param_groups": groups}
+
+
+def _add_optimizer(content, optimizer):
+    states = {str(key): value for key, value in (optimizer.get("state") or {}).items() if isinstance(value, dict)}
+    groups = [group | {"params": list(map(str, group.get("params", ())))} for group in optimizer.get("param_groups") or []]
+    names = _names_of(content, states, groups)
+    result = {"type": None, "groups": [], "numbers": {}}
+    for group in groups:
+        kept = {"params": [names[param] for param in group["params"]]}
+        for key, value in group.items():
+            if key in ("params", "param_names"):
+                continue
+            value = number(value.read(), value.dtype) if isinstance(value, Item) and value.shape == () else value
+            try:
+                kept[key] = encode(value, key)
+            except InvalidArgument:
+                content.left_out.append(f"the optimizer's option {key!r} ({_kind(value)})")
+        result["groups"].append(kept)
+    for param, values in states.items():
+        name = names[param]
+        for key, value in values.items():
+            if isinstance(value, Item) and value.shape == ():
+                kept = {"value": encode(number(value.read(), value.dtype), key), "dtype": value.dtype}
+                result["numbers"].setdefault(name, {})[key] = kept
+            elif isinstance(value, Item) and "/" not in str(key):
+                content.items[f"{OPTIMIZER}{key}/{name}"] = replace(value, tied_to=None)
+            elif isinstance(value, (bool, int, float)):
+                result["numbers"].setdefault(name, {})[key] = encode(value, key)
+            elif value is not None:
+                content.left_out.append(f"{key!r} of the optimizer's state of {name} ({_kind(value)})")
+    content.json["optimizer"] = result
+
+
+def _names_of(content, states, groups):
+    """{a parameter's key in the optimizer: its name}. Keys are names already, or numbers in the order of the groups."""
+    keys = list(dict.fromkeys([*(param for group in groups for param in group["params"]), *states]))
+    if not all(key.isdigit() for key in keys) or any(key in content.items for key in keys):
+        return clean(keys)
+    given = {}
+    for group in groups:
+        given.update(zip(group["params"], group.get("param_names") or ()))
+    if len(given) == len(keys):
+        cleaned = clean(list(given.values()))
+        return {key: cleaned[name] for key, name in given.items()}
+    model = [name for name, item in content.items.items() if item.tied_to is None and not name.startswith(OPTIMIZER)]
+    if not model:
+        raise InvalidArgument(
+            f"{content.path}: its optimizer knows parameters by their numbers, and there is no model to tell their names: "
+            "save both in one file, or the optimizer with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
+        )
+    parameters = model
+    if len(parameters) != len(keys):
+        parameters = [n for n in model if content.items[n].floats and n.rpartition(".")[2] not in _BUFFERS]
+    fits = len(parameters) == len(keys)
+    found = dict(zip(sorted(keys, key=int), parameters))
+    for key, name in found.items():
+        whole = content.items[name].shape
+        for item in states.get(key, {}).values():
+            if isinstance(item, Item) and item.shape != () and len(item.shape) == len(whole):
+                fits = fits and item.shape == whole
+    if not fits:
+        raise InvalidArgument(
+            f"{content.path}: its optimizer knows {len(keys)} parameters by their numbers, which don't tell which of the "
+            f"model's {len(model)} tensors they are: save it with torch.distributed.checkpoint.state_dict."
+            "get_optimizer_state_dict, or make the optimizer with model.named_parameters()"
+        )
+    return found
+
+
+# ---- Flat to nested --------------------------------------------------------------------------------------------------
+
+
+def value_of(content, left_out, ids=False):
+    """The nested value of a Content, with Items for tensors and Scalars for numbers that are tensors to optimizers; what it
+    has no place for is added to `left_out`, in words. ids: the optimizer's parameters by their numbers."""
+    model = {name: item for name, item in content.items.items() if not name.startswith(OPTIMIZER)}
+    json = dict(content.json)
+    optimizer = json.pop("optimizer", None)
+    if optimizer is None and not json:
+        return model
+    value = {MODEL: model}
+    if optimizer is not None:
+        value[OPTIM] = _optimizer_of(content, optimizer, ids)
+        if optimizer.get("type"):
+            left_out.append(f"the optimizer's type ({optimizer['type']})")
+    for key, item in json.items():
+        if key in value:
+            left_out.append(f"the JSON value {key!r}, which is where the {key} goes")
+        else:
+            value[key] = decode(item)
+    return value
+
+
+def _optimizer_of(content, optimizer, ids):
+    states = {}
+    for name, values in optimizer["numbers"].items():
+        states[name] = {key: _scalar(key, value) for key, value in values.items()}
+    for name, item in content.items.items():
+        if name.startswith(OPTIMIZER):
+            key, _, param = name[len(OPTIMIZER) :].partition("/")
+            states.setdefault(param, {})[key] = item
+    order = [name for group in optimizer["groups"] for name in group["params"]]
+    key_of = {name: index if ids else name for index, name in enumerate(order)}
+    groups = []
+    for group in optimizer["groups"]:
+        options = {key: _tuples(decode(value)) for key, value in group.items() if key != "params"}
+        groups.append(options | {"params": [key_of[name] for name in group["params"]]})
+    lost = [name for name in states if name not in key_of]
+    if lost:
+        raise InvalidArgument(f"{content.path}: the optimizer's state has {lost[0]!r}, which is in none of its groups")
+    return {"state": {key_of[name]: states[name] for name in order if name in states}, "param_groups": groups}
+
+
+def _scalar(key, value):
+    """What a number in an optimizer's JSON stands for; a step counter is a tensor, whatever it was elsewhere."""
+    if isinstance(value, dict) and "dtype" in value:
+        return Scalar(decode(value["value"]), value["dtype"])
+    return Scalar(decode(value), "float32") if key == "step" else decode(value)
+
+
+def _tuples(value):
+    """Options such as betas are tuples in optimizers; JSON made them lists."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

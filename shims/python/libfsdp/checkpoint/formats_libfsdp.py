@@ -1,0 +1,181 @@
+"""libfsdp's own checkpoints and safetensors files, for the command line: read lazily, and written by one rank or by many,
+each of which is a thread here with its part of the tensors: views, so nothing is copied.
+"""
+
+import os
+import tempfile
+import threading
+
+from .. import abi
+from ..borrow import _describe, borrow
+from ..errors import Aborted, Corrupt, PeerLost
+from ..group import Group
+from ..state import StateDict
+from ..store import Store
+from ..tensor import Tensor, _held, shard_extent
+from .files import Checkpoint, write
+from .formats import Content, Item, first_line
+from .table import count
+
+_DAY_S = 86400  # ranks write at different speeds, and none can die alone
+
+
+def read(path):
+    checkpoint = Checkpoint(path)
+    info = checkpoint.info
+    ours = bool(info.save_id)
+    if not info.full:
+        kind = f"libfsdp checkpoint, sharded, written by {count(info.ranks, 'rank')}"
+    elif ours:
+        kind = "libfsdp checkpoint, whole tensors" + (f", saved by {count(info.ranks, 'rank')}" if info.ranks else "")
+    else:
+        kind = "safetensors, not written by libfsdp"
+    facts = [("files", str(info.n_files)), ("checksums", "yes, xxh3" if info.checksums else "none")]
+    if ours:
+        facts.insert(0, ("save", info.save_id))
+    content = Content(os.fspath(path), kind, json=dict(checkpoint.json), ranks=info.ranks, facts=facts)
+    for name, entry in checkpoint.items():
+        content.items[name] = _item(checkpoint, entry)
+    content.of_ranks = [(entry.rank, entry.name, _item(checkpoint, entry)) for entry in checkpoint.of_ranks]
+    content.verify = lambda progress: _verify(checkpoint, content, progress)
+    return content
+
+
+def _item(checkpoint, entry):
+    def parts():
+        found = checkpoint.parts(entry.name, rank=entry.rank)
+        return [(part.file, part.offset, part.length, part.nbytes) for part in found]
+
+    return Item(
+        entry.shape,
+        entry.dtype,
+        lambda: checkpoint.read(entry.name, rank=entry.rank),
+        entry.tied_to,
+        parts=[] if entry.tied_to is not None else parts(),
+    )
+
+
+def _verify(checkpoint, content, progress):
+    try:
+        checkpoint.verify(progress)
+        return []
+    except Corrupt as error:
+        first = first_line(error)
+    content.verify = None  # the library tells the first damage: read all to find the rest
+    try:
+        damage = content.check(progress)
+    finally:
+        content.verify = lambda progress: _verify(checkpoint, content, progress)
+    return damage or [first]
+
+
+def write_full(content, path, progress, max_file_bytes=None):
+    """Whole tensors. Gives what was left out."""
+    state = _state(content, 0, 1, _arrays(content, progress), {})
+    write(path, state, full=True, max_file_bytes=max_file_bytes)
+    return _ranks_left_out(content)
+
+
+def write_sharded(content, path, progress, ranks):
+    """A file for each of so many ranks. Gives what was left out."""
+    arrays = _arrays(content, progress)
+    own, left_out = {}, []
+    if content.ranks == ranks or not content.ranks:
+        for rank, name, item in content.of_ranks:
+            own.setdefault(rank, {})[name] = item.read()
+    else:
+        left_out = _ranks_left_out(content, f"; the target has {ranks}")
+    states = [_state(content, rank, ranks, arrays, own.get(rank, {})) for rank in range(ranks)]
+    if ranks == 1:
+        write(path, states[0])
+    else:
+        _write_as_ranks(path, states)
+    return left_out
+
+
+def _ranks_left_out(content, why=""):
+    names = sorted({name for _, name, _ in content.of_ranks})
+    return [f"what belongs to single ranks ({', '.join(names)}, of {count(content.ranks, 'rank')}{why})"] if names else []
+
+
+def _arrays(content, progress):
+    """{name: array} of all tensors but the tied."""
+    found, done, total = {}, 0, content.nbytes
+    for name, item in content.items.items():
+        if item.tied_to is None:
+            progress(done, total)
+            found[name] = item.read()
+            done += item.nbytes
+    return found
+
+
+def _state(content, rank, ranks, arrays, own):
+    """The StateDict of a rank: rows of each tensor, as sharding along the first dimension cuts them."""
+    state = StateDict()
+    for name, item in content.items.items():
+        if item.tied_to is not None:
+            state.tie(name, item.tied_to)
+        elif ranks == 1:
+            state.add(name, arrays[name], read_only=True)
+        elif not item.shape:
+            state.add(name, arrays[name], copies=ranks, copy=rank, read_only=True)
+        else:
+            start, rows = shard_extent(item.shape[0], rank, ranks)
+            part = rows_of(arrays[name], start, rows)
+            offset = (start,) + (0,) * (len(item.shape) - 1)
+            state.add(name, part, shape=item.shape, offset=offset, read_only=True)
+    for name, array in own.items():
+        state.add(name, array, of_rank=True, read_only=True)
+    for name, value in content.json.items():
+        state.set_json(name, value)
+    return state
+
+
+def rows_of(array, start, rows):
+    """A Tensor, for reading, of some rows of an array: its own memory."""
+    head = borrow(array, "array")
+    shape = (rows, *head.shape[1 : head.ndim])
+    if head.strides:
+        strides = tuple(head.strides[: head.ndim])
+    else:
+        strides = (1,)
+        for extent in reversed(shape[1:]):
+            strides = (strides[0] * extent, *strides)
+    address = (head.data or 0) + head.byte_offset
+    if address:
+        address += start * strides[0] * head.dtype.bits // 8
+    view = _describe((array, head), address, head.dtype.code, head.dtype.bits, shape, strides)
+    return Tensor(_held(view, view, abi.DLPACK_FLAG_BITMASK_READ_ONLY))
+
+
+def _write_as_ranks(path, states):
+    """Write the states of all ranks, each on a thread, which together are a group of their own."""
+    failures, groups, lock = {}, [], threading.Lock()
+
+    def rank_main(url, rank):
+        try:
+            store = Store(url, rank=rank, world_size=len(states), timeout=60)
+            with store, Group(store, timeout=_DAY_S) as group:
+                with lock:
+                    groups.append(group)
+                write(path, states[rank], group)
+        except BaseException as error:
+            failures[rank] = error
+
+    with tempfile.TemporaryDirectory() as folder:
+        url = f"file://{folder}/store"
+        threads = [threading.Thread(target=rank_main, args=(url, rank), daemon=True) for rank in range(len(states))]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                while thread.is_alive():  # in slices: Ctrl-C is answered
+                    thread.join(0.2)
+        except BaseException:
+            for group in list(groups):
+                group.abort("the conversion was interrupted")
+            for thread in threads:
+                thread.join(5)
+            raise
+    if failures:
+        raise min(failures.values(), key=lambda error: isinstance(error, (Aborted, PeerLost)))
