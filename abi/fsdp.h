@@ -1064,6 +1064,7 @@ typedef struct fsdp_state_dict_info {
     int64_t bytes;       /* of this rank's parts, as they are kept in files; tied ones once */
     int64_t whole_bytes; /* of all tensors, were they whole */
 } fsdp_state_dict_info;
+/* How much it has; never communicates. */
 FSDP_API fsdp_status fsdp_state_dict_query(fsdp_state_dict *dict, fsdp_state_dict_info *info);
 /* Entry `index`, in the order of adding. */
 FSDP_API fsdp_status fsdp_state_dict_entry(fsdp_state_dict *dict, int64_t index, fsdp_entry *entry);
@@ -1229,6 +1230,7 @@ typedef struct fsdp_checkpoint_info {
     int64_t bytes;    /* of all tensors */
     char save_id[40]; /* of this save alone; "": not written by libfsdp */
 } fsdp_checkpoint_info;
+/* What it is, and how much it has. */
 FSDP_API fsdp_status fsdp_checkpoint_query(fsdp_checkpoint *checkpoint, fsdp_checkpoint_info *info);
 /* Entry `index`, in the order of the state dict that was saved (foreign files: of their data): whole tensors, offset
  * all zeros; and entries of ranks, each rank's by itself. */

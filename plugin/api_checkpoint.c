@@ -79,6 +79,7 @@ fsdp_status fsdp_checkpoint_query(fsdp_checkpoint *checkpoint, fsdp_checkpoint_i
 fsdp_status fsdp_checkpoint_entry(fsdp_checkpoint *checkpoint, int64_t index, fsdp_entry *entry)
 {
     CHECK_CHECKPOINT(checkpoint);
+    CHECK_OUT(entry);
     TRY(ABI_WRITE_CHECK(fsdp_entry, entry));
     fsdp_entry now;
     TRY(checkpoint_entry(checkpoint, index, &now));
@@ -111,6 +112,7 @@ fsdp_status fsdp_checkpoint_n_parts(fsdp_checkpoint *checkpoint, int64_t index, 
 fsdp_status fsdp_checkpoint_part_of(fsdp_checkpoint *checkpoint, int64_t index, int64_t part, fsdp_checkpoint_part *out)
 {
     CHECK_CHECKPOINT(checkpoint);
+    CHECK_OUT(out);
     TRY(ABI_WRITE_CHECK(fsdp_checkpoint_part, out));
     fsdp_checkpoint_part now;
     TRY(checkpoint_part_of(checkpoint, index, part, &now));

@@ -22,19 +22,25 @@ NULLABLE_IN = {
     ("fsdp_group_create", "store"), ("fsdp_store_set", "value"), ("fsdp_store_get", "buffer"),  # with 0 bytes
     ("fsdp_unit_create", "name"), ("fsdp_mesh_group", "name"),
     ("fsdp_unit_set_callbacks", "valid"), ("fsdp_unit_set_callbacks", "invalid"),
+    ("fsdp_checkpoint_save", "group"), ("fsdp_checkpoint_save", "save"), ("fsdp_checkpoint_read", "offset"),
+    ("fsdp_checkpoint_verify", "on_progress"),
 }
 REQUIRED_ALTHOUGH = {  # names that are nullable elsewhere
     ("fsdp_store_options_init", "options"), ("fsdp_group_options_init", "options"),
     ("fsdp_model_options_init", "options"), ("fsdp_scaler_options_init", "options"),
-    ("fsdp_unit_options_init", "options"),
+    ("fsdp_unit_options_init", "options"), ("fsdp_state_dict_options_init", "options"),
+    ("fsdp_load_options_init", "options"), ("fsdp_save_options_init", "options"),
     ("fsdp_store_from_callbacks", "options"),
     *((name, "work") for name in prototypes() if name.startswith("fsdp_work_")),
 }
 HANDLES = {"fsdp_store *": "store", "fsdp_group *": "group", "fsdp_work *": "work", "fsdp_model *": "model",
-           "fsdp_unit *": "unit", "fsdp_scaler *": "scaler", "fsdp_mesh *": "mesh"}
+           "fsdp_unit *": "unit", "fsdp_scaler *": "scaler", "fsdp_mesh *": "mesh", "fsdp_state_dict *": "state_dict",
+           "fsdp_save *": "save", "fsdp_checkpoint *": "checkpoint"}
 SIZES = {"fsdp_store_options": 32, "fsdp_group_options": 48, "fsdp_model_options": 88, "fsdp_unit_options": 24,
          "fsdp_error_info": 1056, "fsdp_group_info": 136, "fsdp_mesh_info": 408, "fsdp_param_info": 72,
-         "fsdp_unit_info": 168, "fsdp_memory_info": 144, "fsdp_scaler_options": 40, "fsdp_scaler_info": 40}
+         "fsdp_unit_info": 168, "fsdp_memory_info": 144, "fsdp_scaler_options": 40, "fsdp_scaler_info": 40,
+         "fsdp_entry": 72, "fsdp_state_dict_info": 40, "fsdp_state_dict_options": 32, "fsdp_load_options": 48,
+         "fsdp_save_options": 32, "fsdp_save_info": 32, "fsdp_checkpoint_info": 96, "fsdp_checkpoint_part": 48}
 WITH_STATUS = {name: params for name, (returns, params) in prototypes().items() if returns == "fsdp_status"}
 RELEASES = [name for name, (returns, _) in prototypes().items() if returns == "void"]
 
@@ -101,13 +107,28 @@ class ScalerState(ctypes.Structure):
                 ("growth_tracker", ctypes.c_int32), ("steps", ctypes.c_int64), ("skipped", ctypes.c_int64)]
 
 
+class Entry(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), ("name", ctypes.c_char_p), ("kind", ctypes.c_int32),
+                ("ndim", ctypes.c_int32), ("shape", ctypes.c_void_p), ("offset", ctypes.c_void_p),
+                ("length", ctypes.c_void_p), ("dtype", DLDataType), ("copies", ctypes.c_int32),
+                ("copy", ctypes.c_int32), ("rank", ctypes.c_int32), ("tied_to", ctypes.c_char_p)]
+
+
 class Callbacks(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), *((name, ctypes.c_void_p) for name in
                 ("user", "set", "get", "add", "wait", "release"))]
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path):
+    """Where a test's world writes its checkpoint."""
+    World.folder = tmp_path
+
+
 class World:
     """One rank's live objects, and a valid argument for every parameter."""
+
+    folder = None
 
     def __init__(self):
         self.lib = ctypes.CDLL(str(LIBRARY))
@@ -139,6 +160,12 @@ class World:
         shape = self.keep((ctypes.c_int64 * 1)(rows))
         return self.address(DLTensor(ctypes.addressof(data), 1, 0, 1, DLDataType(2, 32, 1), ctypes.addressof(shape)))
 
+    def entry(self, name):
+        return Entry(ctypes.sizeof(Entry), name, 0, 1, self.valid("", "const int64_t *", "shape"))
+
+    def zeros(self):
+        return self.made("fsdp_zeros", self.valid("", "const DLDataType *", ""), 1, self.valid("", "const int64_t *", ""))
+
     def open(self):
         """Everything that takes time to make. FSDP_STORE and the launchers' variables are taken away first."""
         for name in list(os.environ):
@@ -153,6 +180,13 @@ class World:
         self.scaler = self.made("fsdp_scaler_create", self.group, None)
         self.mesh = self.made("fsdp_mesh_create", self.group, 1, self.valid("", "const int64_t *", "sizes"),
                               self.valid("", "const char *const *", "names"))
+        self.state_dict = self.made("fsdp_state_dict_create")
+        entry = self.address(self.entry(b"weight"))
+        assert self.call("fsdp_state_dict_add", self.state_dict, entry, self.zeros()) == (OK, "")
+        assert self.call("fsdp_state_dict_set_json", self.state_dict, b"groups", b"[]") == (OK, "")
+        self.path = os.fsencode(self.folder / "saved")
+        self.save = self.made("fsdp_checkpoint_save", self.group, self.state_dict, self.path, None)
+        self.checkpoint = self.made("fsdp_checkpoint_open", self.path)
         return self
 
     def valid(self, function, kind, name):
@@ -170,7 +204,11 @@ class World:
         if kind == "const fsdp_store_callbacks *":
             function_pointers = [ctypes.cast(self.lib.fsdp_version, ctypes.c_void_p).value] * 4
             return self.address(Callbacks(ctypes.sizeof(Callbacks), None, *function_pointers))
-        if "options *" in kind or "_info *" in kind:
+        if kind == "const fsdp_entry *":
+            return self.address(self.entry(b"another"))
+        if kind == "DLManagedTensorVersioned *":
+            return self.zeros()
+        if re.search(r"(options|_info|fsdp_entry|_part) \*$", kind):
             block = self.keep((ctypes.c_size_t * 512)())  # zeros, and a size that is right for any
             block[0] = SIZES[kind.replace("const ", "").rstrip(" *")]
             if "store_options" in kind and function == "fsdp_store_from_callbacks":
@@ -179,7 +217,8 @@ class World:
         if kind.endswith("fsdp_scaler_state *"):
             return self.address(ScalerState(ctypes.sizeof(ScalerState), 1024, 2, 0.5, 100))
         if kind == "const char *":
-            return {"url": b"env://"}.get(name, b"name")
+            path = self.path if function == "fsdp_checkpoint_open" else os.fsencode(self.folder / "another")
+            return {"url": b"env://", "path": path, "text": b"{}"}.get(name, b"weight")
         if kind == "const char *const *":
             return self.address((ctypes.c_char_p * 1)(b"name"))
         if kind == "fsdp_unit *const *":
@@ -201,8 +240,8 @@ class World:
         if kind == "double":
             return ctypes.c_double(1)
         if kind == "int64_t":
-            return ctypes.c_int64(1)
-        return ctypes.c_int32({"n": 1, "ndim": 1, "world_size": 1, "minor": 1}.get(name, 0))
+            return ctypes.c_int64(name not in ("index", "part"))
+        return ctypes.c_int32({"n": 1, "ndim": 1, "world_size": 1, "minor": 1}.get(name, -(name == "rank" and "find" in function)))
 
     def nothing(self, kind):
         if is_pointer(kind):
@@ -316,9 +355,8 @@ def test_given_a_released_handle(function):
         world.open()
         arguments = [world.valid(function, *param) for param in params]
         time.sleep(0.1)  # the library drops its own reference to a work just after it is complete
-        for name in {"store": ["store"], "group": ["scaler", "work", "unit", "model", "mesh", "group"], "work": ["work"],
-                     "model": ["unit", "model"], "unit": ["unit"], "mesh": ["mesh"],
-                     "scaler": ["scaler"]}[handle]:
+        held_by = {"group": ["save", "scaler", "work", "unit", "model", "mesh"], "model": ["unit"]}
+        for name in [*held_by.get(handle, []), handle]:
             getattr(world.lib, f"fsdp_{name}_release")(getattr(world, name))
         return world.call(function, *arguments)
 
@@ -333,7 +371,8 @@ def test_release_of_nothing_does_nothing(function):
 
 
 SIZED = [(function, index) for function, params in WITH_STATUS.items() for index, text in enumerate(params)
-         if re.search(r"(_options|_info|scaler_state|_callbacks|fsdp_param|fsdp_collective) \*$", parameter(text)[0])
+         if re.search(r"(_options|_info|scaler_state|_callbacks|fsdp_param|fsdp_collective|fsdp_entry|_part) \*$",
+                      parameter(text)[0])
          and not function.endswith("_init")]
 
 
@@ -384,7 +423,10 @@ def test_given_a_struct_of_a_newer_library(function, index, newer_field):
 
 INFOS = [("fsdp_last_error_info", None), ("fsdp_group_query", "group"), ("fsdp_work_error", "work"),
          ("fsdp_mesh_query", "mesh"), ("fsdp_unit_query", "unit"), ("fsdp_unit_param_query", "unit"),
-         ("fsdp_model_memory", "model"), ("fsdp_scaler_query", "scaler"), ("fsdp_scaler_save", "scaler")]
+         ("fsdp_model_memory", "model"), ("fsdp_scaler_query", "scaler"), ("fsdp_scaler_save", "scaler"),
+         ("fsdp_state_dict_query", "state_dict"), ("fsdp_state_dict_entry", "state_dict"),
+         ("fsdp_unit_param_entry", "unit"), ("fsdp_save_query", "save"), ("fsdp_checkpoint_query", "checkpoint"),
+         ("fsdp_checkpoint_entry", "checkpoint"), ("fsdp_checkpoint_part_of", "checkpoint")]
 
 
 @pytest.mark.parametrize("function, handle", INFOS)
@@ -396,8 +438,8 @@ def test_infos_fill_a_larger_struct_and_not_more(function, handle):
         old = ctypes.c_size_t.from_address(world.valid(function, kind, name).value).value
         block = (ctypes.c_ubyte * (old + 64))(*[0xAB] * (old + 64))
         ctypes.c_size_t.from_buffer(block).value = old + 32
-        arguments = [getattr(world, handle)] if handle else []
-        arguments += [ctypes.c_int32(0)] if function == "fsdp_unit_param_query" else []
+        arguments = [world.valid(function, *parameter(text)) for text in WITH_STATUS[function][:-1]]
+        assert not handle or arguments[0] is getattr(world, handle)
         status, message = world.call(function, *arguments, block)
         assert ctypes.c_size_t.from_buffer(block).value == old + 32
         assert bytes(block[old:old + 32]) == bytes(32), "fields we don't know read as zero"
@@ -408,7 +450,8 @@ def test_infos_fill_a_larger_struct_and_not_more(function, handle):
 
 
 def test_every_info_is_among_them():
-    filled = {name for name, params in WITH_STATUS.items() if re.match(r"fsdp_(\w+_info|scaler_state) \*", params[-1])}
+    filled = {name for name, params in WITH_STATUS.items()
+              if re.match(r"fsdp_(\w+_info|scaler_state|entry|checkpoint_part) \*", params[-1])}
     assert filled == {name for name, _ in INFOS}
 
 

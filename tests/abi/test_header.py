@@ -39,7 +39,8 @@ def test_no_struct_is_passed_by_value():
     """Rust's and LuaJIT's FFIs can, Lua's and many JITs can't; and how it is done differs between architectures."""
     scalars = {"int32_t", "int64_t", "uint64_t", "size_t", "double", "fsdp_status", "fsdp_reduce_op", "fsdp_op_kind",
                "fsdp_log_level", "fsdp_unit_state", "fsdp_strategy", "fsdp_backward_prefetch", "fsdp_phase",
-               "fsdp_cast_kind", "fsdp_log_fn", "fsdp_alloc_fn", "fsdp_free_fn", "fsdp_done_fn", "fsdp_unit_fn"}
+               "fsdp_cast_kind", "fsdp_log_fn", "fsdp_alloc_fn", "fsdp_free_fn", "fsdp_done_fn", "fsdp_unit_fn",
+               "fsdp_progress_fn"}
     for name, (returns, params) in prototypes().items():
         for param in params:
             kind = param.rsplit(" ", 1)[0].replace("const ", "")
