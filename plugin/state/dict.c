@@ -6,11 +6,10 @@
  *
  * One thread at a time; nothing here talks to other ranks.
  */
-#include "state/state.h"
+#include "state/files.h"
 
 #include "base/mem.h"
 
-#include <jansson.h>
 #include <string.h>
 
 /* Slots hold an entry's number + 1, or 0. */
@@ -273,11 +272,9 @@ static fsdp_status json_compact(const char *name, const char *text, char **out)
     if (!value && json_error_code(&failure) == json_error_out_of_memory) return mem_none("a JSON value", strlen(text));
     CHECK_ARG(value, "text is not one JSON value, for '%.200s': %s (line %d, column %d)", name, failure.text,
               failure.line, failure.column);
-    size_t flags = JSON_COMPACT | JSON_ENCODE_ANY, bytes = json_dumpb(value, NULL, 0, flags);
-    char *compact = bytes ? mem_alloc(bytes + 1) : NULL;
-    if (compact) json_dumpb(value, compact, bytes, flags);
+    char *compact = json_text(value);
     json_decref(value);
-    if (!compact) return mem_none("a JSON value", bytes + 1);
+    if (!compact) return mem_none("a JSON value", strlen(text));
     int depth = json_depth(compact);
     if (depth > STATE_JSON_DEPTH) {
         mem_free(compact);

@@ -181,7 +181,7 @@ fsdp_status state_layout_tell(struct state_layout *layout, fsdp_status status)
 
 /* ---- agreement */
 
-/* What this takes before the ranks meet. */
+/* What this takes before the ranks meet. Without the first work and the reports nothing can be told: the call is not made. */
 struct agreement {
     fsdp_work *works[NARROWINGS + 2];
     struct report *mine, *all;
@@ -193,7 +193,12 @@ static fsdp_status agreement_make(fsdp_group *group, struct agreement *a)
     a->mine = mem_alloc(bytes);
     if (!a->mine) return mem_none("comparing state dicts", bytes);
     a->all = a->mine + 1;
-    for (int i = 0; i < NARROWINGS + 2; i++) TRY(group_prepare(group, &a->works[i]));
+    return group_prepare(group, &a->works[0]);
+}
+
+static fsdp_status agreement_more(fsdp_group *group, struct agreement *a)
+{
+    for (int i = 1; i < NARROWINGS + 2; i++) TRY(group_prepare(group, &a->works[i]));
     return FSDP_OK;
 }
 
@@ -527,8 +532,10 @@ void state_layout_free(struct state_layout *layout)
     mem_free(layout);
 }
 
-static fsdp_status make_alone(struct state_layout *layout, fsdp_work **numbers)
+static fsdp_status make_alone(struct state_layout *layout, struct agreement *agreement, fsdp_work **numbers)
 {
+    if (layout->group) TRY(agreement_more(layout->group, agreement));
+    TRY(step_make(layout));
     TRY(numbers_make(layout));
     TRY(numbers_work(layout, numbers));
     return gets_whole(layout) ? FSDP_OK : scratch_make(layout, scratch_need(layout, 0));
@@ -537,7 +544,7 @@ static fsdp_status make_alone(struct state_layout *layout, fsdp_work **numbers)
 static fsdp_status make_together(struct state_layout *layout, struct agreement *agreement, fsdp_work **numbers,
                                  uint64_t options, fsdp_status status)
 {
-    if (status == FSDP_OK) status = make_alone(layout, numbers);
+    if (status == FSDP_OK) status = make_alone(layout, agreement, numbers);
     if (!layout->group && status != FSDP_OK) return status;
     if (layout->group) TRY(agree(layout, agreement, options, status));
     fsdp_work *work = *numbers;
@@ -568,7 +575,6 @@ fsdp_status state_layout_make(const fsdp_state_dict *dict, fsdp_group *group, fs
                                     .rank = group ? group->rank : 0,
                                     .size = group ? group->size : 1};
     fsdp_status made = group ? agreement_make(group, &agreement) : FSDP_OK;
-    if (made == FSDP_OK) made = step_make(layout);
     if (made == FSDP_OK) {
         if (status != FSDP_OK) err_restore(&failure);
         made = make_together(layout, &agreement, &numbers, options, status);

@@ -509,3 +509,74 @@ Test(alloc_fail, a_training_step_with_all_there_is)
 {
     for (kind = 0; kind < 4; kind++) try_all(whole);
 }
+
+/* ---- state dicts: a model's parts, gathered whole, and loaded from rank 0. A call is not made at all, and rank 0 waits in
+ * vain; or both ranks end it, with the same failure. */
+
+static fsdp_status states_make(fsdp_group *group, fsdp_model **model, fsdp_unit **unit)
+{
+    float values[3][A];
+    fsdp_model_options options = {.struct_size = sizeof options, .strategy = kind ? FSDP_NO_SHARD : FSDP_FULL_SHARD};
+    for (int i = 0; i < 3; i++)
+        for (int k = 0; k < A; k++) values[i][k] = (float)(i * 30 + k);
+    DLTensor rows = matrix(values[0], F32), columns = matrix(values[1], F32), v = *crew_tensor(values[2], F32, B);
+    fsdp_param params[3] = {{.struct_size = sizeof *params, .name = "rows", .full = &rows},
+                            {.struct_size = sizeof *params, .name = "columns", .full = &columns, .shard_dim = 1},
+                            {.struct_size = sizeof *params, .name = "v", .full = &v}};
+    fsdp_status got = FSDP_OK;
+    NEXT(fsdp_model_create(group, &options, model));
+    NEXT(fsdp_unit_create(*model, "u", params, 3, NULL, unit));
+    return got;
+}
+
+static void states_check(fsdp_state_dict *dict)
+{
+    for (int i = 0; i < 3; i++) {
+        DLManagedTensorVersioned *t;
+        OK(fsdp_state_dict_tensor(dict, i, &t));
+        for (int k = 0; k < (i == 2 ? B : A); k++)
+            CHECK(((const float *)t->dl_tensor.data)[k] == (float)(i * 30 + k), "tensor %d at %d", i, k);
+        t->deleter(t);
+    }
+}
+
+static void states(int rank)
+{
+    fsdp_group *group = make_quick(rank);
+    fsdp_model *model = NULL;
+    fsdp_unit *unit = NULL;
+    fsdp_state_dict *parts = NULL, *full = NULL, *first = NULL;
+    fsdp_state_dict_options options = {.struct_size = sizeof options, .kind = FSDP_STATE_FULL, .prefix = "p."};
+    fsdp_state_dict_options rank0 = {.struct_size = sizeof rank0, .kind = FSDP_STATE_FULL, .rank0_only = 1};
+    fsdp_load_options load = {.struct_size = sizeof load, .from_rank0 = 1};
+    fsdp_status got = FSDP_OK;
+    OK(states_make(group, &model, &unit));
+    arm(rank);
+    NEXT(fsdp_model_state_dict(model, NULL, &parts));
+    NEXT(fsdp_state_dict_set_json(parts, "j", "[1]"));
+    NEXT(fsdp_state_dict_gather(parts, group, &options, &full));
+    NEXT(fsdp_model_state_dict(model, &rank0, &first));
+    NEXT(fsdp_model_load_state_dict(model, rank == 0 ? first : NULL, &load));
+    NEXT(fsdp_barrier(group, NULL));
+    disarm();
+    if (full) states_check(full);
+    judge(rank, got);
+    tell(0, rank, got);
+    if (rank == 0 && got == FSDP_ERR_NOMEM)
+        CHECK(strstr(fsdp_last_error(), "rank 1 reported: no memory"), "%s", fsdp_last_error());
+    if (rank == 0 && got != FSDP_OK)
+        fprintf(stderr, "ALLOC state dicts, refusal %lld: %s\n", (long long)atomic_load(&crew->numbers[0]),
+                fsdp_status_name(got));
+    if (other_had(0, rank) == got) crew_group_works(group, rank, 2); /* told, or nothing went wrong */
+    fsdp_state_dict_release(parts);
+    fsdp_state_dict_release(full);
+    fsdp_state_dict_release(first);
+    fsdp_unit_release(unit);
+    fsdp_model_release(model);
+    fsdp_group_release(group);
+}
+
+Test(alloc_fail, state_dicts)
+{
+    for (kind = 0; kind < 2; kind++) try_all(states);
+}
