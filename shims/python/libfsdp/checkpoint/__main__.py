@@ -149,8 +149,9 @@ def _check(parser, options):
         parser.error(f"--ranks: goes with --to sharded, not {options.to}")
     if options.max_file_size is not None and (options.to != "full" or options.dst.endswith(".safetensors")):
         parser.error("--max-file-size: goes with --to full and a folder")
-    if options.optimizer_ids and options.to in ("sharded", "full"):
-        parser.error(f"--optimizer-ids: is for state dicts of frameworks, not --to {options.to}")
+    folder = options.to == "tensorplay" and not options.dst.endswith((".pt", ".pth"))
+    if options.optimizer_ids and (options.to not in ("torch", "tensorplay") or folder):
+        parser.error("--optimizer-ids: is for files of torch.save's and tensorplay.save's (.pt)")
 
 
 # ---- list ------------------------------------------------------------------------------------------------------------

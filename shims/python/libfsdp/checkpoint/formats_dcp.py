@@ -80,10 +80,9 @@ def read(path, trust):
     def load(values):
         try:
             dcp.load(values, storage_reader=Reader(path), planner=Planner(flatten_state_dict=False), no_dist=True)
-        except FsdpError:
-            raise
-        except Exception as error:  # of many kinds; CheckpointException has the reason in the middle
-            raise Corrupt(f"{path}: {_reason(error)}") from error
+        except (Exception, dcp.CheckpointException) as error:  # which is no Exception, and holds one of each rank
+            cause = _cause(error)
+            raise cause if isinstance(cause, FsdpError) else Corrupt(f"{path}: {first_line(cause)}") from None
 
     def read_tensor(name, shape, dtype):
         values = {name: host.empty(shape, dtype)}
@@ -109,13 +108,11 @@ def read(path, trust):
     return content
 
 
-def _reason(error):
-    """What went wrong in a load, in one line."""
-    failures = getattr(error, "failures", None)  # {rank: (exception, stack)}
-    if failures:
-        error = next(iter(failures.values()))
-        error = error[0] if isinstance(error, tuple) else error
-    return first_line(error)
+def _cause(error):
+    """The exception that a load ended with."""
+    for failure in getattr(error, "failures", {}).values():  # (exception, stack)
+        return failure[0] if isinstance(failure, tuple) else failure
+    return error
 
 
 def _unpickled(text, host, trust, path):

@@ -24,14 +24,15 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 # ---- Nested to flat --------------------------------------------------------------------------------------------------
 
 
-def content_of(value, path, kind):
-    """The Content of a nested value. Raises InvalidArgument for what has no tensors."""
+def content_of(value, path, kind, ties={}):
+    """The Content of a nested value. ties: {name: name it is tied to}, where the tensors don't tell. Raises InvalidArgument
+    for what has no tensors."""
     content = Content(path, kind)
     if not isinstance(value, dict):
         raise InvalidArgument(f"{path}: holds a {type(value).__name__}, not a state dict")
     value = {str(key): item for key, item in value.items()}
     model, optimizer, rest = _parts_of(value)
-    _add_model(content, model)
+    _add_model(content, model, ties)
     if optimizer is not None:
         _add_optimizer(content, _unflat(optimizer))
     for key, item in rest.items():
@@ -84,7 +85,7 @@ def clean(names):
     return {name: _WRAPPERS.sub("", name[len("module.") :] if wrapped else name) for name in names}
 
 
-def _add_model(content, model):
+def _add_model(content, model, ties):
     flat = {}
 
     def walk(prefix, value):
@@ -110,6 +111,8 @@ def _add_model(content, model):
     for name, item in flat.items():
         if item.tied_to is not None:
             item.tied_to = names.get(item.tied_to, item.tied_to)
+        elif ties.get(names[name]) in content.items:
+            item.tied_to = ties[names[name]]
         content.items[names[name]] = item
 
 

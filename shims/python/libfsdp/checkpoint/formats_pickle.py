@@ -23,7 +23,11 @@ def read(path, kind, trust):
         return _read_mega(path)
     files = pickles_of(path) if kind == "ranks" else [path]
     host = framework("torch", "tensorplay")
-    contents = [_read_file(host, file, trust) for file in files]
+    contents, ties = [], {}
+    for file in files:
+        contents.append(_read_file(host, file, trust, ties))
+        if file == files[0]:  # other ranks may have nothing of a tensor, and then not see that it has two names
+            ties = {name: item.tied_to for name, item in contents[0].items.items() if item.tied_to is not None}
     content = contents[0] if len(contents) == 1 else _merged(path, contents)
     for name, item in content.items.items():
         if item.tied_to is not None:
@@ -36,10 +40,10 @@ def read(path, kind, trust):
     return content
 
 
-def _read_file(host, path, trust):
+def _read_file(host, path, trust, ties):
     mmap = zipfile.is_zipfile(path)  # the old kind of file has to be read from its beginning
     value = host.items(host.load(path, trust, mmap), "")
-    return content_of(value, path, "file of torch.save's" if mmap else "file of torch.save's, of the old kind")
+    return content_of(value, path, "file of torch.save's" if mmap else "file of torch.save's, of the old kind", ties)
 
 
 def _read_mega(path):

@@ -118,9 +118,14 @@ class Torch(Framework):
         self.module.save(value, path)
 
     def identity(self, tensor):
-        if not type(tensor) in (self.module.Tensor, self.module.nn.Parameter):
+        shape = tensor.shape
+        if type(tensor).__name__ == "DTensor":
+            tensor = tensor.to_local()
+        elif type(tensor).__name__ == "ShardedStandIn":
+            tensor = tensor.state[0][0].tensor if tensor.state[0] else tensor
+        if type(tensor) not in (self.module.Tensor, self.module.nn.Parameter) or not tensor.numel():
             return id(tensor)
-        return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        return shape, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.stride(), tensor.dtype
 
     def item(self, tensor, name):
         sharded = getattr(tensor, "state", None)

@@ -1,0 +1,444 @@
+"""python -m libfsdp.checkpoint and torch's files: what torch has saved goes on from libfsdp's checkpoints, and what libfsdp
+has saved goes on in torch, with the very same values; pickles run nothing."""
+
+import os
+import pathlib
+import pickle
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed here; ci/test hosts makes a venv that has it")
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+
+import libfsdp
+from libfsdp import checkpoint
+from libfsdp.checkpoint.__main__ import main
+
+
+class Net(nn.Module):
+    """With tied weights, buffers of several dtypes, bfloat16, and a parameter of fewer rows than there are ranks."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.words = nn.Embedding(11, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.low = nn.Linear(4, 5, dtype=torch.bfloat16)
+        self.back = nn.Linear(5, 4, bias=False)
+        self.scale = nn.Parameter(torch.full((1, 4), 1.25))
+        self.head = nn.Linear(4, 11, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x):
+        x = self.norm(self.words(x)) * self.scale
+        return self.head(self.back(self.low(x.bfloat16()).float()))
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randint(0, 11, (8,), generator=generator), torch.randint(0, 11, (8,), generator=generator)
+
+
+def step(model, optimizer, at):
+    x, y = batch(at)
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def optimizer_of(model, named=False):
+    parameters = list(model.named_parameters() if named else model.parameters())
+    groups = [{"params": parameters[:2], "lr": 0.05}, {"params": parameters[2:], "weight_decay": 0.1}]
+    return torch.optim.AdamW(groups, lr=0.02)
+
+
+def trained(named=False, seed=0):
+    model = Net(seed)
+    optimizer = optimizer_of(model, named)
+    for at in range(3):
+        step(model, optimizer, at)
+    return model, optimizer
+
+
+def same_states(a, b):
+    a, b = a.state_dict(), b.state_dict()
+    assert list(a) == list(b)
+    assert all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+
+
+def goes_on(model, optimizer):
+    """It is where `trained` left off, and stays with it."""
+    beside, other = trained()
+    same_states(model, beside)
+    for at in range(3, 6):
+        assert step(model, optimizer, at) == step(beside, other, at)
+    same_states(model, beside)
+
+
+@pytest.fixture
+def run(capsys, tmp_path, monkeypatch):
+    """The command line in this process, in a folder of its own: run(...) gives (code, output, error output)."""
+    monkeypatch.chdir(tmp_path)
+
+    def go(*arguments):
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err and len(err.splitlines()) <= 1, err
+        return code, out, err
+
+    return go
+
+
+@pytest.fixture
+def convert(run):
+    def go(*arguments):
+        code, out, err = run("convert", *arguments)
+        assert code == 0, err
+        return err
+
+    return go
+
+
+# ---- From torch ------------------------------------------------------------------------------------------------------
+
+
+def write_numbered(path):
+    model, optimizer = trained()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, path)
+
+
+def write_numbered_with_names(path):
+    model, optimizer = trained(named=True)
+    model.register_buffer("table", torch.arange(6.0).view(2, 3))  # a buffer that looks like a parameter
+    torch.save({"state_dict": model.state_dict(), "optimizer_state_dict": optimizer.state_dict(), "epoch": 3}, path)
+
+
+def write_named(path):
+    model, optimizer = get_state_dict(*trained())
+    torch.save({"model": model, "optim": optimizer, "epoch": 3}, path)
+
+
+def write_old(path):
+    model, optimizer = get_state_dict(*trained())
+    torch.save({"model": model, "optim": optimizer, "epoch": 3}, path, _use_new_zipfile_serialization=False)
+
+
+def write_wrapped(path):
+    model, optimizer = trained()
+    wrapped = {f"module._orig_mod.{name}": value for name, value in model.state_dict().items()}
+    torch.save({"model": wrapped, "optimizer": optimizer.state_dict(), "epoch": 3}, path)
+
+
+def write_dcp(path):
+    model, optimizer = get_state_dict(*trained())
+    dcp.save({"model": model, "optim": optimizer, "epoch": 3}, checkpoint_id=path)
+
+
+def write_dcp_flat(path):
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optimizer = get_state_dict(*trained(), options=options)
+    dcp.save({"model": model, "optimizer": optimizer, "epoch": 3}, checkpoint_id=path)
+
+
+WRITERS = [write_numbered, write_numbered_with_names, write_named, write_old, write_wrapped, write_dcp, write_dcp_flat]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_training_of_torchs_goes_on_from_ours(convert, write):
+    write("theirs")
+    if write is not write_dcp and write is not write_dcp_flat:
+        os.rename("theirs", "theirs.pt")
+    convert("theirs.pt" if os.path.exists("theirs.pt") else "theirs", "ours", "--to", "sharded", "--ranks", "3")
+    model = Net(seed=5)
+    optimizer = optimizer_of(model)
+    loaded = checkpoint.load("ours", model, optimizer, strict=write is not write_numbered_with_names)
+    assert loaded.checkpoint.json["epoch"] == 3
+    assert loaded.unexpected == (["table"] if write is write_numbered_with_names else [])
+    goes_on(model, optimizer)
+
+
+def test_an_optimizer_whose_parameters_nobody_can_name(run):
+    model, optimizer = trained()
+    model.register_buffer("table", torch.arange(6.0).view(2, 3))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "theirs.pt")
+    code, _, err = run("convert", "theirs.pt", "ours.safetensors")
+    assert code == 2 and "knows 7 parameters by their numbers" in err and "named_parameters" in err
+    torch.save(optimizer.state_dict(), "alone.pt")
+    code, _, err = run("convert", "alone.pt", "ours.safetensors")
+    assert code == 2 and "there is no model" in err
+
+
+def test_a_model_alone(convert):
+    model, _ = trained()
+    torch.save(model.state_dict(), "theirs.pt")
+    convert("theirs.pt", "ours", "--to", "sharded", "--ranks", "2")
+    convert("ours", "back.pt")
+    convert("ours", "back", "--to", "dcp")
+    back = torch.load("back.pt")
+    assert list(back) == list(model.state_dict())
+    assert back["head.weight"].data_ptr() == back["words.weight"].data_ptr()
+    into = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    dcp.load(into, checkpoint_id="back")
+    for found in (back, into):
+        assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+
+
+# ---- To torch --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_training_of_ours_goes_on_from_torchs_file(convert, numbered):
+    checkpoint.save("ours", *trained(), extra={"step": 3})
+    err = convert("ours", "theirs.pt", *(["--optimizer-ids"] if numbered else []))
+    assert "left out: the optimizer's type (AdamW)" in err
+    saved = torch.load("theirs.pt", weights_only=True)
+    assert saved["extra"] == {"step": 3}
+    model = Net(seed=5)
+    optimizer = optimizer_of(model)
+    if numbered:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optim"])
+    else:
+        set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optim"])
+    goes_on(model, optimizer)
+
+
+def test_training_of_ours_goes_on_from_dcp(convert):
+    checkpoint.save("ours", *trained(), of_rank={"rng": b"1234"})
+    err = convert("ours", "theirs", "--to", "dcp")
+    assert "rank/rng" in err and "head.weight" in err
+    model = Net(seed=5)
+    optimizer = optimizer_of(model)
+    states = dict(zip(("model", "optim"), get_state_dict(model, optimizer)))
+    dcp.load(states, checkpoint_id="theirs")
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optim"])
+    goes_on(model, optimizer)
+    assert "model.words.weight" in dcp.FileSystemReader("theirs").read_metadata().state_dict_metadata
+
+
+def loading_dcp(job, path, other):
+    """On ranks: the folder loads into what fully_shard made, and its values are those of the file."""
+    model = fully_shard(Net(seed=5))
+    optimizer = optimizer_of(model)
+    states = dict(zip(("model", "optim"), get_state_dict(model, optimizer)))
+    dcp.load(states, checkpoint_id=path, process_group=job.gloo)
+    wanted = torch.load(other)
+    assert states["model"].keys() == wanted["model"].keys()
+
+    def whole(value):
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    for name, value in wanted["model"].items():
+        assert torch.equal(whole(states["model"][name]), value), name
+    for name, values in wanted["optim"]["state"].items():
+        for key, value in values.items():
+            assert torch.equal(whole(states["optim"]["state"][name][key]), value), (name, key)
+    groups = [(group["lr"], group["params"]) for group in states["optim"]["param_groups"]]
+    assert groups == [(group["lr"], group["params"]) for group in wanted["optim"]["param_groups"]]
+
+
+def test_dcp_loads_on_ranks(hosted, convert, tmp_path):
+    checkpoint.save("ours", *trained())
+    convert("ours", "theirs", "--to", "dcp")
+    convert("ours", "theirs.pt")
+    hosted(2, loading_dcp, str(tmp_path / "theirs"), str(tmp_path / "theirs.pt"))
+
+
+def test_safetensors_package(convert):
+    files = pytest.importorskip("safetensors.torch")
+    model, optimizer = trained()
+    checkpoint.save("ours", model, optimizer)
+    convert("ours", "weights.safetensors", "--names", "!optimizer/*")
+    found = files.load_file("weights.safetensors")
+    wanted = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_every_dtype_there_and_back(run, convert):
+    names = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int8 int16 int32 int64 uint8 uint16 uint32 uint64"
+    tensors = {name: torch.arange(6).to(getattr(torch, name)).view(2, 3) for name in names.split()}
+    tensors |= {"bool": torch.tensor([True, False]), "complex64": torch.tensor([1 + 2j, 3 - 4j]), "none": torch.zeros(0, 3)}
+    tensors |= {"scalar": torch.tensor(2.5), "turned": torch.arange(12.0).view(3, 4).T, "part": torch.arange(9)[2:5]}
+    state = libfsdp.StateDict()
+    for name, tensor in tensors.items():
+        state.add(name, tensor)
+    checkpoint.write("ours", state)
+    for dst, *to in (("a.pt",), ("b", "--to", "dcp")):
+        convert("ours", dst, *to)
+        assert run("compare", "ours", dst)[0] == 0
+        convert(dst, f"{dst}-back", "--to", "sharded", "--ranks", "2")
+        assert run("compare", "ours", f"{dst}-back")[:2] == (0, f"{len(tensors)} tensors in both: {len(tensors)} equal bit for bit; JSON values are equal\n")
+    found = torch.load("a.pt")
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert found[name].contiguous().view(-1).view(torch.uint8).equal(tensor.contiguous().view(-1).view(torch.uint8)) or not tensor.numel()
+
+
+# ---- Files of ranks --------------------------------------------------------------------------------------------------
+
+
+def saving(job, folder):
+    """All that FSDP1 and FSDP2 save on ranks; of FSDP2 also the whole."""
+    folder = pathlib.Path(folder)
+
+    def trained_here(model):
+        optimizer = optimizer_of(model)
+        for at in range(2):
+            step(model, optimizer, at)
+        return model, optimizer
+
+    def save(name, states):
+        (folder / name).mkdir(exist_ok=True)
+        torch.save(states, folder / name / f"rank{job.rank}.pt")
+
+    def save_all(name, model, optimizer):
+        states = dict(zip(("model", "optim"), get_state_dict(model, optimizer)))
+        save(name, states)
+        dcp.save(states, checkpoint_id=folder / f"{name}-dcp", process_group=job.gloo)
+        return states["model"]
+
+    model = Net()
+    fully_shard(model.low)  # of another dtype
+    model, optimizer = trained_here(fully_shard(model))
+    parts = save_all("fsdp2", model, optimizer)
+    save("fsdp2-numbered", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    save("fsdp2-local", {name: value.to_local() for name, value in parts.items() if isinstance(value, DTensor)})
+    full = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if job.rank == 0:
+        torch.save(dict(zip(("model", "optim"), full)), folder / "fsdp2.pt")
+    options = {"process_group": job.gloo, "device_id": torch.device("cpu"), "use_orig_params": True}
+    model = Net()
+    model.low = FullyShardedDataParallel(model.low, **options)
+    parts = save_all("fsdp1", *trained_here(FullyShardedDataParallel(model, **options)))
+    assert any(type(value).__name__ == "ShardedTensor" for value in parts.values())
+
+
+def test_files_of_ranks(hosted, run, convert, tmp_path):
+    hosted(3, saving, str(tmp_path))
+    dcp_to_torch_save("fsdp1-dcp", "fsdp1.pt")
+    for name, whole in (
+        ("fsdp2", "fsdp2.pt"),
+        ("fsdp2-numbered", "fsdp2.pt"),
+        ("fsdp2-dcp", "fsdp2.pt"),
+        ("fsdp1", "fsdp1.pt"),
+        ("fsdp1-dcp", "fsdp1.pt"),
+    ):
+        convert(name, f"ours-{name}", "--to", "sharded", "--ranks", "2")
+        wanted = torch.load(whole)
+        with checkpoint.Checkpoint(f"ours-{name}") as opened:
+            for key, value in wanted["model"].items():
+                if "running" not in key:  # each rank has its own
+                    assert torch.equal(torch.from_dlpack(opened.read(key)), value), (name, key)
+            for param, values in wanted["optim"]["state"].items():
+                for key, value in values.items():
+                    if value.shape == ():
+                        assert opened.json["optimizer"]["numbers"][param][key]["value"] == value.item()
+                    else:
+                        read = torch.from_dlpack(opened.read(f"optimizer/{key}/{param}"))
+                        assert torch.equal(read, value), (name, param, key)
+            groups = opened.json["optimizer"]["groups"]
+            assert [group["lr"] for group in groups] == [0.05, 0.02]
+            theirs = [sorted(group["params"]) for group in wanted["optim"]["param_groups"]]
+            assert [sorted(group["params"]) for group in groups] == theirs
+    for name in ("fsdp2", "fsdp1"):
+        code, _, err = run("convert", f"{name}/rank1.pt", "x.safetensors")
+        assert code == 2 and "give the folder with the files of all ranks" in err
+        os.remove(f"{name}/rank1.pt")
+        code, _, err = run("convert", name, "x.safetensors")
+        assert code == 2 and "is a rank's file missing?" in err
+    code, _, err = run("convert", "fsdp2-local", "x.safetensors")
+    assert code == 2 and "nothing says" in err
+
+
+def test_local_state_dicts_are_refused(run):
+    os.mkdir("local")
+    for rank in range(2):
+        torch.save({"weight": torch.arange(4.0) + rank}, f"local/rank{rank}.pt")
+    code, _, err = run("convert", "local", "x.safetensors")
+    assert code == 2 and "'weight'" not in err and "weight differs between its files" in err
+    torch.save({"_fsdp_wrapped_module._flat_param": torch.arange(4.0)}, "flat.pt")
+    code, _, err = run("convert", "flat.pt", "x.safetensors")
+    assert code == 2 and "flat parameter" in err
+
+
+def test_a_model_spread_over_files(convert):
+    os.mkdir("hf")
+    torch.save({"a": torch.arange(3.0)}, "hf/pytorch_model-00001-of-00002.bin")
+    torch.save({"b": torch.arange(5)}, "hf/pytorch_model-00002-of-00002.bin")
+    convert("hf", "whole.safetensors")
+    with checkpoint.Checkpoint("whole.safetensors") as opened:
+        assert torch.equal(torch.from_dlpack(opened.read("a")), torch.arange(3.0))
+        assert torch.equal(torch.from_dlpack(opened.read("b")), torch.arange(5))
+
+
+# ---- What could do harm ----------------------------------------------------------------------------------------------
+
+
+class Evil:
+    """Unpickled, it writes a file."""
+
+    def __reduce__(self):
+        return (open, ("harm", "w"))
+
+
+def evil_file():
+    torch.save({"weight": torch.ones(3), "note": Evil()}, "evil.pt")
+    return "evil.pt"
+
+
+def evil_metadata():
+    dcp.save({"weight": torch.ones(3)}, checkpoint_id="evil")
+    with open("evil/.metadata", "rb") as file:
+        metadata = pickle.load(file)
+    metadata.planner_data = Evil()
+    with open("evil/.metadata", "wb") as file:
+        pickle.dump(metadata, file)
+    return "evil"
+
+
+def evil_value():
+    dcp.save({"weight": torch.ones(3), "note": Evil()}, checkpoint_id="evil")
+    return "evil"
+
+
+@pytest.mark.parametrize("make", [evil_file, evil_metadata, evil_value])
+def test_pickles_run_nothing(run, make):
+    path = make()
+    for arguments in (("list", path), ("verify", path), ("convert", path, "x.safetensors"), ("compare", path, path)):
+        code, out, err = run(*arguments)
+        assert code == 2 and out == "" and "could run code" in err and "--trust" in err
+    assert not os.path.exists("harm")
+    run("list", path, "--trust")
+    assert os.path.exists("harm")
+
+
+def test_damaged_files(run):
+    model, _ = trained()
+    torch.save(model.state_dict(), "a.pt")
+    assert run("verify", "a.pt")[0] == 0
+    content = bytearray(pathlib.Path("a.pt").read_bytes())
+    at = content.find(model.state_dict()["words.weight"].numpy().tobytes())
+    content[at + 5] ^= 4
+    pathlib.Path("a.pt").write_bytes(content)
+    code, out, _ = run("verify", "a.pt")
+    assert code == 1 and "checksum" in out
+    pathlib.Path("a.pt").write_bytes(content[: len(content) // 2])
+    assert run("list", "a.pt")[0] == 1
+    dcp.save(model.state_dict(), checkpoint_id="b")
+    assert run("verify", "b")[0] == 0
+    file = next(pathlib.Path("b").glob("*.distcp"))
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    code, out, _ = run("verify", "b")
+    assert code == 1 and "head.weight" in out and "damaged in" in out
+    os.remove("b/.metadata")
+    code, _, err = run("list", "b")
+    assert code == 1 and "never ended" in err
