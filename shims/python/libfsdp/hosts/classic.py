@@ -285,8 +285,7 @@ class Wrapper(StateMethods):
             args, kwargs = self._before(self, args, kwargs)
             output = self._after(self, self.module_below(*args, **kwargs))
         except BaseException:
-            if state.iteration is not None:
-                state.iteration.forward_failed()
+            state.forward_failed()
             raise
         self._show_shards(state.iteration)
         return output

@@ -197,8 +197,7 @@ class State:
     def after_forward(self, module, output):
         """The forward hook, which is called after an exception too."""
         if sys.exc_info()[1] is not self._raising:
-            if self.iteration is not None:
-                self.iteration.forward_failed()
+            self.forward_failed()
             return None
         return self.post_forward(module, output)
 
@@ -215,6 +214,13 @@ class State:
         output = self._hooked(output)
         self.iteration.end_forward(self)
         return self._cast_output(output)
+
+    def forward_failed(self):
+        """An exception leaves the module."""
+        if self.iteration is not None:
+            self.iteration.forward_failed()
+            if not self.in_backward:
+                self.show_shards()
 
     def reshards_after_forward(self):
         return not self.is_root if self.reshard is None else bool(self.reshard)
