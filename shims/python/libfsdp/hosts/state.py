@@ -50,12 +50,12 @@ class State:
     policy      the framework's MixedPrecisionPolicy: param_dtype, reduce_dtype, output_dtype, cast_forward_inputs
     """
 
-    strategy = None  # of the library's unit; None: its model's
     model_options = {}  # of the library's models, where this is the root
 
     def __init__(self, host, modules, params, ranks, reshard, policy):
         self.host, self.modules, self.params, self.ranks = host, tuple(modules), params, ranks
         self.reshard, self.policy = reshard, policy
+        self.strategy = None if ranks.shards else "no_shard"  # of the library's unit; None: its model's
         self.comm = Comm(self)
         self.name = type(self.modules[0]).__name__
         self.iteration = None  # an Iteration from the first forward on
