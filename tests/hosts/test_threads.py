@@ -31,14 +31,13 @@ class Leader:
             env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
+            bufsize=0,  # or `select` would not see a line that has been read together with another
         )
         self.codes = {}
 
     def start(self, folder, n, program, *arguments):
         folder.mkdir()
-        self.process.stdin.write(json.dumps([program, arguments, n, str(folder)]) + "\n")
-        self.process.stdin.flush()
+        self.process.stdin.write(f"{json.dumps([program, arguments, n, str(folder)])}\n".encode())
         self.codes = {}
         return [Rank(self, pid, folder, rank) for rank, pid in enumerate(self.answer(60))]
 

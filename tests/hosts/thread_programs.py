@@ -2,8 +2,8 @@
 job: a program's name, its arguments, how many ranks, and a folder for what they write and meet by.
 
 HOST is torch or tensorplay, whose modules and distributed packages have the same names for all that is needed here. It
-is imported once: ranks are forks, which run their program as `__main__` does and end as an interpreter does. Answers are
-lines of JSON: the ranks' pids, then each rank's [pid, exit code] as it ends.
+is imported once: ranks are forks, which run their program as `__main__` does and end as an interpreter does. Answers
+are lines of JSON: the ranks' pids, then each rank's [pid, exit code] as it ends.
 
 A line "waiting" of a rank says that it is about to wait for a peer that is late; "interrupted T" when, on the system's
 monotonic clock, KeyboardInterrupt was raised.
