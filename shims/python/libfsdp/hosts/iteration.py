@@ -118,7 +118,7 @@ class Iteration:
         )
         for param, library in zip(state.params, unit):
             param.bind(library)
-        state.unit, state.told = unit, None
+        state.unit, state.backward.told = unit, None
 
     def _make_again(self, state):
         """The dtype of parameters has changed: `module.half()`, say."""
@@ -200,7 +200,7 @@ class Iteration:
 
     # ---- Backward ----
 
-    def begin_backward(self, state):
+    def begin_backward(self):
         """The first gradient of this pass is here."""
         if self.failed:
             raise RuntimeError("the backward before has failed, so this one's graph can't be used any more: run forward again")
@@ -221,13 +221,13 @@ class Iteration:
         """The library's sharded gradients hold what `.grad` holds, of all parameters."""
         for state in self.states:
             if state.unit is not None:
-                state.settle_gradients()
+                state.backward.settle_gradients()
 
     def reduce_accumulated(self):
         """Outside of a backward: what backwards without sync have accumulated."""
         self._begin_backward(False)
         for state in self.states:
-            state.ran_forward = True  # so that all are reduced
+            state.backward.ran_forward = True  # so that all are reduced
         self.finish()
 
     def finish(self):
@@ -246,7 +246,7 @@ class Iteration:
                 for state in self.states:
                     state.show_shards()
             for state in self.states:
-                state.end_backward()
+                state.backward.end()
             complete = True
         finally:
             self.in_backward = not complete  # then the next forward notices
@@ -264,7 +264,7 @@ class Iteration:
     def _go_on(self):
         """After a forward or backward that failed: what earlier backwards have put into `.grad` stays. A backward that
         failed has added to it what it had reduced by then, as it does to any parameter whose turn it was."""
-        if any(state.unsynced for state in self.states):
+        if any(state.backward.unsynced for state in self.states):
             raise RuntimeError(
                 f"a {'backward' if self.in_backward else 'forward'} has failed while gradients were being accumulated without "
                 f"sync, which can't be kept: call reset_iter_state() of {self.root.name}, the outermost module, and begin "

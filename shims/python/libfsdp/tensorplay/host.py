@@ -23,7 +23,7 @@ from .. import abi
 from ..borrow import _capsule_pointer
 from ..hosts import tree
 from ..hosts.api import refuse_shards
-from ..hosts.state import gather_function
+from ..hosts.backward import gather_function
 from ..hosts.host import Host
 from ..tensor import shard_extent
 from .clip import mark

@@ -16,7 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..borrow import _describe
-from ..hosts.state import gather_function
+from ..hosts.backward import gather_function
 from ..hosts.host import Host
 from ..tensor import shard_extent
 from . import stale
