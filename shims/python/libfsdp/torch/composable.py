@@ -91,8 +91,6 @@ def fully_shard(
         ignored=ignored_params,
     )
     for each in [module] if isinstance(module, HOST.Module) else module:
-        if not ranks.shards and state_of(each) is not None:
-            state_of(each).strategy = "no_shard"
         each.__dict__.setdefault(STATE_KEY, {})[_torch_fully_shard.__wrapped__] = _StageState(each)
     return module
 
