@@ -95,6 +95,12 @@ def replicas_only(job, reference):
     mesh = init_device_mesh("cpu", (job.size,), mesh_dim_names=("replicate",))
     model = sharded(network(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="replicate"))
     same(train(model, job), reference, job, size=1, rank=0)
+    model = network()  # beside units that are sharded over the same ranks
+    fully_shard(model.layers[1], mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="replicate"))
+    whole = [f"layers.1.{name}" for name, _ in model.layers[1].named_parameters()]
+    fully_shard(model.layers[0])
+    same(train(fully_shard(model), job), reference, job, whole=whole)
+    assert len(model._get_fsdp_state().iteration.models) == 1
 
 
 def parameters_that_stay_whole(job, reference):

@@ -14,6 +14,7 @@ from tensorplay.distributed.device_mesh import init_device_mesh
 from tensorplay.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    MixedPrecision,
     OptimStateKeyType,
     ShardingStrategy,
     StateDictType,
@@ -367,6 +368,163 @@ def single(job):
     spread = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=full, options=spread)
     same_states(get_optimizer_state_dict(model, optimizer, options=FULL)["state"], full["state"])
+
+
+# ---- The classic wrapper ---------------------------------------------------------------------------------------------
+
+
+def full_type(model, **config):
+    return FullyShardedDataParallel.state_dict_type(
+        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig(**config)
+    )
+
+
+def classic(job):
+    """Optimizer state of each strategy in each form, and back."""
+    FSDP = FullyShardedDataParallel
+    rank, size = job.rank, job.size
+    plain, plain_optimizer = alone(3)
+    wanted = named_state(plain, plain_optimizer)
+    for strategy in STRATEGIES if size == 2 else STRATEGIES[::2]:
+        model = wrapped(sharding_strategy=strategy)
+        optimizer = adam(model)
+        train(model, optimizer, rank, size, 0, 3)
+        full = FSDP.optim_state_dict(model, optimizer)
+        same_states(full["state"], wanted, 1e-6)
+        assert not any("module" in name for group in full["param_groups"] for name in group["params"])
+        with full_type(model, rank0_only=True):
+            first = FSDP.optim_state_dict(model, optimizer)
+        same_states(first["state"], full["state"]) if rank == 0 else same_states(first, {})
+        first = model.full_optim_state_dict(optimizer)
+        same_states(first["state"], full["state"]) if rank == 0 else same_states(first, {})
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            sharded = FSDP.optim_state_dict(model, optimizer)
+            shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        assert all(tuple(values["exp_avg"].shape) == shapes[name] for name, values in sharded["state"].items())
+        with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+            same_states(FSDP.optim_state_dict(model, optimizer)["state"], sharded["state"])
+        same_states(FSDP.sharded_optim_state_dict(model, optimizer)["state"], sharded["state"])
+        keys = on_all(job, [list(each["state"]) for each in (full, sharded)])
+        assert all(one == keys[0] for one in keys)
+        state = get_model_state_dict(model, options=FULL)
+        same(state, plain.state_dict(), 1e-6)
+        both = get_state_dict(model, optimizer, options=FULL)
+        same(both[0], state)
+        same_states(both[1]["state"], full["state"])
+
+        loads = [
+            lambda m, o, entries=full: FSDP.optim_state_dict_to_load(m, o, entries),
+            lambda m, o, entries=full: FSDP.shard_full_optim_state_dict(entries, m, optim=o),
+            lambda m, o, entries=full: FSDP.scatter_full_optim_state_dict(entries if rank == 0 else None, m, optim=o),
+            lambda m, o, entries=copies(sharded): FSDP.flatten_sharded_optim_state_dict(entries, m, o),
+        ]
+        further = train(model, optimizer, rank, size, 3, 6)
+        for load in loads if strategy is STRATEGIES[0] else loads[:1]:
+            other = wrapped(policy=None, sharding_strategy=strategy)
+            again = adam(other)
+            other.load_state_dict(state)
+            again.load_state_dict(load(other, again))
+            got = train(other, again, rank, size, 3, 6)
+            assert got == further, (strategy, got, further)
+    wrong = _renamed(full, "gain", "stranger")
+    raises(KeyError, "stranger", lambda: FSDP.optim_state_dict_to_load(other, again, wrong))
+    short = _with(full, "blocks.1.down.bias", "exp_avg", tp.zeros(4))
+    raises(ValueError, "blocks.1.down.bias", lambda: FSDP.optim_state_dict_to_load(other, again, short), "(4,)", "(6,)")
+    raises(ValueError, "wrapper", lambda: FSDP.optim_state_dict(Net(), optimizer))
+
+    by_number = FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, plain, optim=plain_optimizer)
+    plain_optimizer.load_state_dict(by_number)
+    same_states(named_state(plain, plain_optimizer), full["state"])
+    again = FSDP.rekey_optim_state_dict(by_number, OptimStateKeyType.PARAM_NAME, plain, optim=plain_optimizer)
+    assert set(again["state"]) == set(full["state"])
+    raises(ValueError, "PARAM_NAME", lambda: FSDP.rekey_optim_state_dict(full, 3, plain))
+    with full_type(model, rank0_only=True):
+        entries = full if rank == 0 else None
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, entries))
+    same_states(FSDP.optim_state_dict(model, optimizer)["state"], full["state"])
+
+
+def copies(entries):
+    states = {name: {key: value.clone() for key, value in state.items()} for name, state in entries["state"].items()}
+    return entries | {"state": states}
+
+
+def cases(job):
+    """A14 and A15: ranks without data and without state; buffers keep their dtypes."""
+    FSDP = FullyShardedDataParallel
+    model = wrapped(mixed_precision=MixedPrecision(buffer_dtype=tp.bfloat16))
+    optimizer = adam(model)
+    train(model, optimizer, job.rank, job.size, 0, 1)
+    full = FSDP.optim_state_dict(model, optimizer)
+    empty = [p for p in model.parameters() if p.numel() == 0]
+    assert (len(empty) > 0) == (job.rank > 0)
+    for parameter in empty:
+        optimizer.state.pop(parameter, None)
+    again = FSDP.optim_state_dict(model, optimizer)
+    same_states(again["state"], full["state"])
+    keys = on_all(job, {name: list(state) for name, state in again["state"].items()})
+    assert all(one == keys[0] for one in keys) and keys[0]["gain"] == ["step", "exp_avg", "exp_avg_sq"]
+    assert again["param_groups"] == full["param_groups"]
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        assert tuple(model.state_dict()["gain"].shape) == ((1,) if job.rank == 0 else (0,))
+    dtypes = {"mean": tp.float32, "count": tp.int64, "mask": tp.bool}
+    for kind in StateDictType:
+        with FSDP.state_dict_type(model, kind):
+            state = model.state_dict()
+        assert {name: state[f"blocks.0.{name}"].dtype for name in dtypes} == dtypes
+        assert state["blocks.0.count"].tolist() == [3, 2**40 + 1] and "blocks.0.scratch" not in state
+        assert model.blocks[0].mean.dtype == tp.bfloat16 and model.blocks[0].count.dtype == tp.int64
+
+
+def wrappers(job):
+    classic(job)
+    if job.size > 1:
+        cases(job)
+
+
+# ---- A break between -------------------------------------------------------------------------------------------------
+
+
+def save(job, path):
+    results = {"size": job.size}
+    for name, model in (("composed", composed()), ("wrapped", wrapped())):
+        optimizer = adam(model)
+        train(model, optimizer, job.rank, job.size, 0, 3)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state, entries = get_state_dict(model, optimizer, options=options)
+        further = train(model, optimizer, job.rank, job.size, 3, 6)
+        results[name] = {"state": state, "optimizer": entries, "further": further}
+    if job.rank == 0:
+        with open(path, "wb") as file:
+            pickle.dump(results, file)
+
+
+def resume(job, path):
+    with open(path, "rb") as file:
+        results = pickle.load(file)
+    spread = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for name, inner, policy in (("composed", False, ModuleWrapPolicy({Block})), ("wrapped", True, None)):
+        saved = results[name]
+        for model in composed(inner=inner), wrapped(policy=policy):
+            optimizer = adam(model)
+            mine = (saved["state"], saved["optimizer"]) if job.rank == 0 else ({}, {})
+            set_state_dict(model, optimizer, model_state_dict=mine[0], optim_state_dict=mine[1], options=spread)
+            got = train(model, optimizer, job.rank, job.size, 3, 6)
+            assert max(abs(a - b) for a, b in zip(got, saved["further"])) < 1e-6, (got, saved["further"])
+            assert job.size != results["size"] or got == saved["further"]
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_classic(hosted, n):
+    hosted(n, wrappers)
+
+
+@pytest.mark.parametrize("saved_by", [1, 2, 4])
+def test_break(hosted, tmp_path, saved_by):
+    path = str(tmp_path / "state.pickle")
+    hosted(saved_by, save, path)
+    for n in (1, 2, 4):
+        hosted(n, resume, path)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])

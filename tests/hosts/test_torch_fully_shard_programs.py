@@ -247,29 +247,52 @@ def exceptions(job):
     for i in (0, 2):
         plain(x[i]).square().sum().backward()
     close_gradients(model, plain, job.size)
-    # Those that can't stay are not dropped in silence.
-    model.set_requires_gradient_sync(False)
+    # In a backward: the same, and what it had reduced by then is in them, as in any leaf that a backward had come to.
+    model, plain, late = sharded(), network(), network()
     model(x[0][mine]).square().sum().backward()
-    fail(model, 1, in_forward)
-    refused(lambda: model(x[2][mine]), RuntimeError, "accumulated without sync")
-    model.reset_iter_state()
-    model.set_requires_gradient_sync(True)
-    plain.zero_grad()
+    fail(model, 1, in_backward)
+    late(x[1]).sum().backward()
+    for i in (0, 2):
+        plain(x[i]).square().sum().backward()
+    for p, q in zip(plain[2].parameters(), late[2].parameters()):
+        p.grad += q.grad
     model(x[2][mine]).square().sum().backward()
-    plain(x[2]).square().sum().backward()
     close_gradients(model, plain, job.size)
-    # In a backward, in the program's hooks too: the next passes are right, with and without a reset.
-    for reset in (True, False):
-        fail(model, 0, in_backward)
-        if reset:
-            model.reset_iter_state()
-        model(x[2][mine]).square().sum().backward()
-        close_gradients(model, plain, job.size)
-        handle = model[0].up.weight.register_post_accumulate_grad_hook(lambda p: raise_boom())
-        refused(lambda: model(x[0][mine]).sum().backward(), Boom)
-        handle.remove()
-        if reset:
-            model.reset_iter_state()
+    # What has failed can't be gone through once more.
+    handle = model[1].register_forward_pre_hook(in_backward)
+    loss = model(x[1][mine]).sum()
+    handle.remove()
+    refused(lambda: loss.backward(retain_graph=True), Boom)
+    refused(lambda: loss.backward(), RuntimeError, "run forward again")
+    # In a hook, after all reductions.
+    model.zero_grad(), plain.zero_grad()
+    model(x[0][mine]).square().sum().backward()
+    handle = model[0].up.weight.register_post_accumulate_grad_hook(lambda p: raise_boom())
+    refused(lambda: model(x[1][mine]).square().sum().backward(), Boom)
+    handle.remove()
+    model(x[2][mine]).square().sum().backward()
+    for i in range(3):
+        plain(x[i]).square().sum().backward()
+    close_gradients(model, plain, job.size)
+    # Nothing of before stays where the program zeroes gradients or resets.
+    plain.zero_grad()
+    plain(x[2]).square().sum().backward()
+    for failing in (in_forward, in_backward):
+        for clear in (model.reset_iter_state, model.zero_grad, lambda: model.zero_grad(set_to_none=False)):
+            fail(model, 0, failing)
+            clear()
+            model(x[2][mine]).square().sum().backward()
+            close_gradients(model, plain, job.size)
+    # Gradients that can't stay are not dropped in silence.
+    for failing, kind in ((in_forward, "forward"), (in_backward, "backward")):
+        model.zero_grad()
+        model.set_requires_gradient_sync(False)
+        model(x[0][mine]).square().sum().backward()
+        fail(model, 1, failing)
+        for _ in range(2):
+            refused(lambda: model(x[2][mine]), RuntimeError, f"a {kind} has failed while")
+        model.reset_iter_state()
+        model.set_requires_gradient_sync(True)
         model(x[2][mine]).square().sum().backward()
         close_gradients(model, plain, job.size)
 

@@ -6,7 +6,8 @@
   host.py        what an adapter has to provide
   discover.py    which modules and parameters a call of fully_shard is about
   parameter.py   one sharded parameter: what the module shows when, and its gradient
-  state.py       one unit: the hooks around its forward and backward
+  state.py       one unit: full or sharded, and the hooks around its forward
+  backward.py    its backward: the autograd function, and the reduction of gradients
   iteration.py   what the units of one root share: the library's models, where forward and backward begin and end
   api.py         the methods that a sharded module has
   tree.py        tensors in nested arguments and results

@@ -186,17 +186,49 @@ class ShardedModule:
         return self._original_class._apply(self, *args, **kwargs)
 
 
-def sharded_class(original, mixin, name):
+def sharded_class(host, original, mixin):
     """The class that a module of class `original` gets."""
     cls = _classes.get((original, mixin))
     if cls is None:
-        cls = _classes[original, mixin] = type(
-            name, (mixin, original), {"_original_class": original, "__deepcopy__": _no_copy, "__module__": original.__module__}
-        )
+        content = {"_original_class": original, "__deepcopy__": _no_copy, "__module__": original.__module__}
+        if original.forward is not host.Module.forward:
+            content["forward"] = _inside_a_call(host, original.forward)
+        cls = _classes[original, mixin] = type(host.class_name(original), (mixin, original), content)
     return cls
 
 
 _classes = {}
+
+
+def _inside_a_call(host, forward):
+    """`forward` of a class, which refuses to compute with shards: hooks around the module's call make parameters full,
+    and who calls forward by itself gets none. It looks at what the module shows; compiled code doesn't look."""
+    compiling = host.compiling
+
+    def checked(self, *args, **kwargs):
+        if not compiling():
+            _refuse_shards(self)
+        return forward(self, *args, **kwargs)
+
+    # Compilers keep what they compiled by code object, and give up on one that serves many classes.
+    checked.__code__ = checked.__code__.replace(co_name="forward")
+    return functools.wraps(forward)(checked)
+
+
+def _refuse_shards(module):
+    state = state_of(module)
+    if state is not None and state.params:
+        refuse_shards(state.params[0], f"forward of {type(module)._original_class.__name__}")
+
+
+def refuse_shards(param, what):
+    """Raise if modules show the shard of a ShardedParameter, and not the full parameter."""
+    if param.shown() is param.parameter:
+        raise RuntimeError(
+            f"{what} was called while its parameters are sharded: call the module that fully_shard was called on, "
+            "module(...), whose hooks make them full, and not module.forward(...) or a module inside it; for its other "
+            "methods there is register_fsdp_forward_method, and for code between them unshard() and reshard()"
+        )
 
 
 def _no_copy(self, memo):

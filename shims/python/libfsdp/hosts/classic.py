@@ -128,9 +128,9 @@ class Policy:
 class ClassicState(State):
     """Of one wrapper, which is its only module."""
 
-    def __init__(self, host, wrapper, params, ranks, reshard, policy, strategy, model_options):
+    def __init__(self, host, wrapper, params, ranks, reshard, policy, model_options):
         super().__init__(host, [wrapper], params, ranks, reshard, policy)
-        self.strategy, self.model_options = strategy, model_options
+        self.model_options = model_options
         self.outer = None  # a weak reference to the State around this one
         self._given = None  # the dtype of forward's inputs, where outputs get it back
 
@@ -207,7 +207,6 @@ class Wrapper(StateMethods):
         *,
         ignored,
         reshard,
-        strategy,
         policy,
         param_init_fn,
         sync_module_states,
@@ -228,7 +227,7 @@ class Wrapper(StateMethods):
         inner = [state_of(below) for below in module.modules() if state_of(below) is not None]
         params = cut(host, [module], ranks, ignored.params, lambda parameter: 0, "FSDP")
         setattr(self, self._wrapped_name, module)
-        state = ClassicState(host, self, params, ranks, reshard, policy, strategy, model_options)
+        state = ClassicState(host, self, params, ranks, reshard, policy, model_options)
         self.__dict__[ATTRIBUTE] = state
         for other in inner:
             if isinstance(other, ClassicState) and other.outer is None:
@@ -285,8 +284,7 @@ class Wrapper(StateMethods):
             args, kwargs = self._before(self, args, kwargs)
             output = self._after(self, self.module_below(*args, **kwargs))
         except BaseException:
-            if state.iteration is not None:
-                state.iteration.forward_failed()
+            state.forward_failed()
             raise
         self._show_shards(state.iteration)
         return output

@@ -183,6 +183,6 @@ class StateMethods:
         return optim_state.rekeyed(cls.host, optim_state_dict, to_names, model, optim, optim_input)
 
     @classmethod
-    def _warn_optim_input(cls, optim_input):
+    def _warn_optim_input(cls, optim_input, depth=3):
         """The framework's own warning, at the program's line."""
-        cls.host.api.FullyShardedDataParallel._warn_optim_input(optim_input, stacklevel=3)
+        cls.host.api.FullyShardedDataParallel._warn_optim_input(optim_input, stacklevel=depth)

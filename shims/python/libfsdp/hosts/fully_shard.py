@@ -9,6 +9,7 @@ from .parameter import ShardedParameter
 from .state import State
 
 _OWNER = "_libfsdp_owner"  # of a parameter that is sharded: whose it is, for messages
+REPLACED = "_libfsdp_replaced"  # of one in whose place modules have another since: what it was, for messages
 
 
 def shard(host, mixin, module, ranks, *, reshard, dim_of, policy, ignored):
@@ -28,7 +29,7 @@ def shard(host, mixin, module, ranks, *, reshard, dim_of, policy, ignored):
     params = cut(host, roots, ranks, ignored, dim_of, "fully_shard")
     state = State(host, roots, params, ranks, reshard, policy)
     for root in roots:
-        root.__class__ = api.sharded_class(type(root), mixin, host.class_name(type(root)))
+        root.__class__ = api.sharded_class(host, type(root), mixin)
         root.__dict__[ATTRIBUTE] = state
         host.hook(root, state)
     return module
@@ -48,6 +49,9 @@ def cut(host, roots, ranks, ignored, dim_of, caller):
         params.append(ShardedParameter(host, sharded, where, placement, shape, dtype))
         for held in (parameter, sharded):  # another module may hold the first, and would train it by itself
             setattr(held, _OWNER, type(roots[0]).__name__)
+        if sharded is not parameter:
+            module, attribute = where[0]
+            setattr(parameter, REPLACED, f"{attribute!r} of {type(module).__name__}")
     for param in params:
         param.hide()
     return params

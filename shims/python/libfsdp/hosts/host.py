@@ -104,6 +104,10 @@ class Host:
         """`function`, for hooks: as it is, or told to a compiler that it is not to be traced."""
         return function
 
+    def compiling(self):
+        """Whether a compiler is tracing what calls this."""
+        return False
+
     # ---- Modules ----
 
     def class_name(self, original):

@@ -15,6 +15,21 @@ def state_of(module):
     return module.__dict__.get(ATTRIBUTE)
 
 
+class _End:
+    """What the autograd engine calls when a backward is over, and drops uncalled when an exception has ended it."""
+
+    def __init__(self, iteration):
+        self.iteration = iteration
+
+    def __call__(self):
+        iteration, self.iteration = self.iteration, None
+        iteration.finish()
+
+    def __del__(self):
+        if self.iteration is not None:
+            self.iteration.backward_failed()
+
+
 class Iteration:
     """root: the State whose module runs forward first. Collective: it makes the library's units.
 
@@ -28,7 +43,8 @@ class Iteration:
         self.forward_root = None  # the State in whose forward we are, the outermost
         self.depth = 0  # how often that one has been entered
         self.broken = False  # a forward or backward ended with an exception
-        self.in_backward = False
+        self.in_backward = False  # also after one that failed, until the next forward
+        self.failed = False  # that one
         self.recording = False  # of the last backward: it was recorded, and its graph holds the full parameters
         self.is_last_backward = root.is_last_backward
         self._generation = 0  # of units that were made anew, as their parameters' dtype changed
@@ -102,7 +118,7 @@ class Iteration:
         )
         for param, library in zip(state.params, unit):
             param.bind(library)
-        state.unit, state.told = unit, None
+        state.unit, state.backward.told = unit, None
 
     def _make_again(self, state):
         """The dtype of parameters has changed: `module.half()`, say."""
@@ -119,9 +135,7 @@ class Iteration:
 
     def begin_forward(self, state):
         if self.forward_root is None:
-            if self.in_backward and state is self.root:
-                self.reset()
-            elif self.broken:
+            if self.broken or (self.in_backward and state is self.root):
                 self._go_on()
             self.forward_root, self.depth = state, 1
             self.settle()
@@ -141,9 +155,9 @@ class Iteration:
         self.forward_root, self.depth = None, 0
 
     def notice_failed_backward(self):
-        """A backward that an exception has ended does not call back: then a forward finds that none is running."""
+        """In a forward, which finds that no backward is running."""
         if self.in_backward and self.host.backward_id() == -1:
-            self.reset()
+            self._go_on()
 
     def settle(self):
         """Between iterations programs write shards, put other values or tensors in their place, freeze and thaw. Does
@@ -186,11 +200,13 @@ class Iteration:
 
     # ---- Backward ----
 
-    def begin_backward(self, state):
+    def begin_backward(self):
         """The first gradient of this pass is here."""
+        if self.failed:
+            raise RuntimeError("the backward before has failed, so this one's graph can't be used any more: run forward again")
         if self.in_backward:
             return
-        self.host.at_end_of_backward(self._finish)
+        self.host.at_end_of_backward(_End(self))
         self._begin_backward(self.host.records_backward())
 
     def _begin_backward(self, recording):
@@ -205,17 +221,17 @@ class Iteration:
         """The library's sharded gradients hold what `.grad` holds, of all parameters."""
         for state in self.states:
             if state.unit is not None:
-                state.settle_gradients()
+                state.backward.settle_gradients()
 
     def reduce_accumulated(self):
         """Outside of a backward: what backwards without sync have accumulated."""
         self._begin_backward(False)
         for state in self.states:
-            state.ran_forward = True  # so that all are reduced
-        self._finish()
+            state.backward.ran_forward = True  # so that all are reduced
+        self.finish()
 
-    def _finish(self):
-        """The autograd engine's callback."""
+    def finish(self):
+        """The backward is over."""
         complete = False
         try:
             for state in self.states:
@@ -230,7 +246,7 @@ class Iteration:
                 for state in self.states:
                     state.show_shards()
             for state in self.states:
-                state.end_backward()
+                state.backward.end()
             complete = True
         finally:
             self.in_backward = not complete  # then the next forward notices
@@ -238,12 +254,21 @@ class Iteration:
 
     # ---- After an exception ----
 
+    def backward_failed(self):
+        """What programs do before the next forward, they do to the shards: `zero_grad`, say."""
+        if self.in_backward:
+            self.failed = True
+            for state in self.states:
+                state.show_shards()
+
     def _go_on(self):
-        """After a failed forward: what earlier backwards have put into `.grad` stays."""
-        if any(state.unsynced for state in self.states):
+        """After a forward or backward that failed: what earlier backwards have put into `.grad` stays. A backward that
+        failed has added to it what it had reduced by then, as it does to any parameter whose turn it was."""
+        if any(state.backward.unsynced for state in self.states):
             raise RuntimeError(
-                "a forward has failed while gradients were being accumulated without sync, which can't be kept: call "
-                f"reset_iter_state() of {self.root.name}, the outermost module, and begin the accumulation anew"
+                f"a {'backward' if self.in_backward else 'forward'} has failed while gradients were being accumulated without "
+                f"sync, which can't be kept: call reset_iter_state() of {self.root.name}, the outermost module, and begin "
+                "the accumulation anew"
             )
         kept = [
             (param, self.host.local(param.parameter.grad))
@@ -267,4 +292,4 @@ class Iteration:
                 if not param.frozen:
                     param.parameter.grad = None
         self.forward_root, self.depth = None, 0
-        self.broken = self.in_backward = self.recording = False
+        self.broken = self.in_backward = self.failed = self.recording = False

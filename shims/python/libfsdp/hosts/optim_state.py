@@ -402,8 +402,8 @@ def _agreed(host, names, settings, optim, position, strict):
     groups = list({id(settings[name]): settings[name] for name in names if name in settings}.values())
     chosen = _settings(host, groups[0] if groups else current)
     for other in groups[1:]:
-        for key in {*chosen, *other} - {"params", "param_names"}:
-            if not _same(host, chosen.get(key), other.get(key)):
+        for key in dict.fromkeys((*chosen, *other)):
+            if key not in ("params", "param_names") and not _same(host, chosen.get(key), other.get(key)):
                 raise ValueError(
                     f"group {position} of the optimizer ({', '.join(names[:5])}, ...) has parameters of groups that "
                     f"differ in {key!r} in the dict: {chosen.get(key)} and {other.get(key)}"
@@ -453,7 +453,7 @@ def rekeyed(host, entries, to_names, model, optim=None, optim_input=None):
         names = dict(enumerate(order))
         new = {"state": {_known(names, key): state for key, state in entries["state"].items()}}
         new["param_groups"] = [
-            {**_settings(host, group), "params": [_known(names, key) for key in group["params"]]}
+            {**_settings(host, group), "params": sorted(_known(names, key) for key in group["params"])}
             for group in entries["param_groups"]
         ]
         return new

@@ -10,10 +10,11 @@ class Options:
     staging_bytes  shared memory for staging, for each rank
     direct_read    read peers' memory directly: True always, False never
     spin_us        how long a wait spins before it sleeps; 0: never
-    interruptible  what Ctrl-C does while a collective waits for other ranks. Either way it raises KeyboardInterrupt within
-                   0.2 s. False: the group ends, and the other ranks are told by which one; True: the operation and the
-                   group go on, for a hand-off to another thread in each call, several times what a small one takes
-                   otherwise. None: True in an interactive session. What fully_shard does always is as with False
+    interruptible  what Ctrl-C does while a collective waits for other ranks. Either way it raises KeyboardInterrupt
+                   within 0.2 s. False: the group ends, and the other ranks are told by which one; True: the operation
+                   and the group go on, for a hand-off to another thread in each call, several times what a small one
+                   takes otherwise. None: True in an interactive session. What fully_shard waits for always is as with
+                   False
     """
 
     staging_bytes: int = None

@@ -200,6 +200,8 @@ class Broadcast:
                     "a dict that only the first rank has must hold whole, plain tensors, and one is a "
                     f"{type(value).__name__}"
                 )
+            if value.numel() <= 1:
+                return value.detach()
             self._tensors.append(value)
             return _Sent(len(self._tensors) - 1, tuple(value.shape), value.dtype)
         if isinstance(value, dict):

@@ -201,7 +201,6 @@ class FullyShardedDataParallel(Wrapper, nn.Module):
             ranks,
             ignored=ignored,
             reshard=False if strategy in _STAYS_FULL else None,
-            strategy=None if ranks.shards else "no_shard",
             policy=Policy.of(mixed_precision, _full_precision),
             param_init_fn=param_init_fn,
             sync_module_states=sync_module_states,

@@ -10,6 +10,8 @@ order that needs Gate, below. `.grad` is another Python object each time that it
 holds one.
 """
 
+import functools
+
 import tensorplay as tp
 import tensorplay.distributed as dist
 from tensorplay import nn
@@ -20,8 +22,9 @@ from tensorplay.nn.modules.container import ModuleDict, ModuleList
 from .. import abi
 from ..borrow import _capsule_pointer
 from ..hosts import tree
+from ..hosts.api import refuse_shards
+from ..hosts.backward import gather_function
 from ..hosts.host import Host
-from ..hosts.state import gather_function
 from ..tensor import shard_extent
 from .clip import mark
 from .tensors import _refusal
@@ -120,6 +123,8 @@ class TensorPlayHost(Host):
 
         module.register_forward_pre_hook(state.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)
+        if module is state.modules[0]:
+            _hook_parts(state)
         module.register_state_dict_pre_hook(lambda module, prefix, keep_vars: state.reshard_now())
         module.register_load_state_dict_pre_hook(lambda *arguments: state.reshard_now())
 
@@ -152,6 +157,19 @@ class TensorPlayHost(Host):
 
     def set_local(self, parameter, tensor):
         parameter.data = tensor
+
+
+def _hook_parts(state):
+    """A module inside a unit that is called from outside would compute with its shard, which is a plain tensor, and
+    give a part of its result."""
+    parts = {module: param for param in state.params for module, _ in param.places}
+    for part, param in parts.items():
+        if part not in state.modules:
+            part.register_forward_pre_hook(functools.partial(_before_part, param))
+
+
+def _before_part(param, part, args):
+    refuse_shards(param, f"forward of {type(part).__name__}, which has {param.name!r},")
 
 
 class Context:

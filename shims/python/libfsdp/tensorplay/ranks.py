@@ -22,7 +22,8 @@ _DEFAULT_MESH, _GROUPS = "_libfsdp_mesh", "_libfsdp_groups"  # what the default 
 
 
 class Ranks:
-    """Of a mesh: shards; replicas and shards; or, with dp_mesh_dims, replicas only."""
+    """Of a mesh: shards; replicas and shards; or, with dp_mesh_dims, replicas only, for units whose strategy is "no_shard".
+    These share a model with units that are sharded over the same ranks."""
 
     def __init__(self, mesh, dp_mesh_dims):
         if str(getattr(mesh, "device_type", "cpu")).partition(":")[0] != "cpu":
@@ -40,14 +41,12 @@ class Ranks:
         self._ranks = tuple(_fsdp_init._flatten_mesh_value(info.mesh.mesh))
         self.replicate_rank = self._ranks.index(_rank()) // self.shard_size if self.replicate_size > 1 else 0
         self._shard_group = None  # the library's, of the shard dimension
-        self.key = (self._ranks, self.shard_size, self.replicate_size)
+        self.key = (self._ranks, self.replicate_size if self.shards else 1)
 
     def model(self, name, **options):
         """A libfsdp.Model over these ranks. Collective."""
         group = self._group()
-        if not self.shards:
-            return Model(group, name, strategy="no_shard", **options)
-        if self.replicate_size == 1:
+        if not self.shards or self.replicate_size == 1:
             return Model(group, name, **options)
         mesh = Mesh(group, {"replicate": self.replicate_size, "shard": self.shard_size})
         return Model(mesh, name, strategy="hybrid_shard", **options)

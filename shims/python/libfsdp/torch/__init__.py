@@ -38,17 +38,21 @@ def register():
 
 def _create(options, backend_options):
     """Called by torch on the ranks of a new group."""
+    _check_version()
+    from .process_group import ProcessGroup
+
+    return ProcessGroup(options, backend_options)
+
+
+def _check_version():
     import torch
 
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < NEEDS:
         raise RuntimeError(
-            f"the backend {BACKEND!r} needs torch {NEEDS[0]}.{NEEDS[1]} or newer, and this is {torch.__version__}: "
-            "upgrade torch, or use gloo"
+            f"libfsdp.torch needs torch {NEEDS[0]}.{NEEDS[1]} or newer, and this is {torch.__version__}: upgrade torch, "
+            "or use its own backend gloo and fully_shard"
         )
-    from .process_group import ProcessGroup
-
-    return ProcessGroup(options, backend_options)
 
 
 def _extend_monitored_barrier(distributed):
@@ -71,6 +75,7 @@ _HOMES = {  # what is imported when it is asked for: `import torch` comes throug
     "Options": ".hosts.options",
     "ProcessGroup": "process_group",
     "CPUOffloadPolicy": "composable",
+    "DataParallelMeshDims": "composable",  # where torch has it
     "FSDPModule": "composable",
     "MixedPrecisionPolicy": "composable",
     "OffloadPolicy": "composable",
@@ -81,11 +86,12 @@ _HOMES = {  # what is imported when it is asked for: `import torch` comes throug
     "FullyShardedDataParallel": "classic",
     "ShardedGradScaler": "scaler",
 }
-__all__ = ["BACKEND", "register", *_HOMES]
+__all__ = ["BACKEND", "register", *(name for name in _HOMES if name != "DataParallelMeshDims")]
 
 
 def __getattr__(name):
     if name in _HOMES:
+        _check_version()
         return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

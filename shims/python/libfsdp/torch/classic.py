@@ -40,6 +40,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from ..hosts import wrap
 from ..hosts.classic import ClassicHost, Policy, Wrapper
 from ..tensor import shard_extent
+from . import state_dict
 from .host import Placement, TorchHost
 from .ranks import Ranks, check_mesh, default_mesh
 
@@ -196,6 +197,7 @@ def _of_dtype(spec, dtype):
 
 
 HOST = _Host()
+state_dict.replace()
 
 
 class FullyShardedDataParallel(Wrapper, torch.nn.Module):
@@ -279,7 +281,6 @@ class FullyShardedDataParallel(Wrapper, torch.nn.Module):
             ranks,
             ignored=ignored,
             reshard=False if strategy in _STAYS_FULL else None,
-            strategy=None if ranks.shards else "no_shard",
             policy=Policy.of(mixed_precision, _full_precision),
             param_init_fn=param_init_fn,
             sync_module_states=sync_module_states,

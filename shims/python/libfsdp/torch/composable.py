@@ -9,6 +9,9 @@
 What is here is torch's side only: its meshes, DTensors, policies and state dict hooks. The rest is libfsdp.hosts.
 """
 
+import inspect
+
+import torch.distributed.fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.fsdp import FSDPModule as _TorchModule
@@ -20,7 +23,7 @@ from ..hosts.api import register_forward_method as register_fsdp_forward_method
 from ..hosts.fully_shard import check_reshard, shard
 from ..hosts.iteration import state_of
 from .host import HOST
-from .ranks import Ranks, check_mesh, default_mesh
+from .ranks import Ranks, check_device, check_mesh, default_mesh
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -47,6 +50,7 @@ def fully_shard(
     mp_policy=MixedPrecisionPolicy(),
     offload_policy=OffloadPolicy(),
     ignored_params=None,
+    dp_mesh_dims=None,
 ):
     """Shard the parameters of a module, or of several that run together, over the ranks of a mesh, in place.
 
@@ -60,6 +64,9 @@ def fully_shard(
     mp_policy              MixedPrecisionPolicy: dtypes of computation, reduction and outputs
     offload_policy         parameters are in host memory already: CPUOffloadPolicy changes nothing
     ignored_params         parameters that stay as they are, whole on every rank
+    dp_mesh_dims           DataParallelMeshDims, in a torch that has it: which dimensions, by name, of a mesh of any
+                           number of them shard and which replicate. Parameters are DTensors on the mesh, whole along
+                           these
 
     Parameters become DTensors of the mesh and keep their names; build the optimizer afterwards. Returns the module (the
     list), whose class is then a subclass of FSDPModule and of what it was.
@@ -68,15 +75,18 @@ def fully_shard(
     another call has sharded.
     """
     mesh = default_mesh() if mesh is None else mesh
-    check_mesh(mesh)
-    ranks = Ranks(mesh)
+    if dp_mesh_dims is None:
+        check_mesh(mesh)
+        ranks = Ranks(mesh)
+    else:
+        ranks = _data_parallel(mesh, dp_mesh_dims)
     shard(
         HOST,
         FSDPModule,
         module,
         ranks,
         reshard=check_reshard(reshard_after_forward, ranks),
-        dim_of=lambda parameter: _dim(parameter, shard_placement_fn),
+        dim_of=lambda parameter: _dim(parameter, shard_placement_fn, ranks),
         policy=mp_policy,
         ignored=ignored_params,
     )
@@ -100,9 +110,27 @@ class _StageState:
 
 
 fully_shard.state = state_of
+if hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
+    DataParallelMeshDims = torch.distributed.fsdp.DataParallelMeshDims
+else:  # to be seen as torch's own
+    _seen = inspect.signature(fully_shard)
+    fully_shard.__signature__ = _seen.replace(parameters=[*_seen.parameters.values()][:-1])
 
 
-def _dim(parameter, placement_fn):
+def _data_parallel(mesh, dims):
+    check_device(mesh)
+    if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
+        raise TypeError(
+            f"dp_mesh_dims: torch {torch.__version__} has no DataParallelMeshDims; give a mesh of one or two dimensions"
+        )
+    from .spmd import Spmd
+
+    return Spmd(mesh, dims).ranks
+
+
+def _dim(parameter, placement_fn, ranks):
+    if ranks.spmd is not None:
+        ranks.spmd.check(parameter)
     placement = placement_fn(parameter) if placement_fn else None
     if placement is None:
         return 0

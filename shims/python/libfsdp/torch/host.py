@@ -16,9 +16,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..borrow import _describe
+from ..hosts.backward import gather_function
 from ..hosts.host import Host
-from ..hosts.state import gather_function
 from ..tensor import shard_extent
+from . import stale
 from .tensors import lend
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
@@ -30,11 +31,11 @@ class Placement:
     """How a parameter lies: `dim` is the dimension that is cut, `spec` the DTensor's that it becomes.
 
     inner: for a parameter that was a DTensor before (tensor or expert parallelism), the spec it had: what is cut is then
-    its local tensor.
+    its local tensor. spmd: the Spmd, if it lay on the whole mesh (dp_mesh_dims).
     """
 
-    def __init__(self, dim, spec, inner=None):
-        self.dim, self.spec, self.inner = dim, spec, inner
+    def __init__(self, dim, spec, inner=None, spmd=None):
+        self.dim, self.spec, self.inner, self.spmd = dim, spec, inner, spmd
 
 
 class TorchHost(Host):
@@ -43,6 +44,7 @@ class TorchHost(Host):
     Containers = (torch.nn.ModuleList, torch.nn.ModuleDict)
     no_grad = staticmethod(torch.no_grad)
     grad_enabled = staticmethod(torch.is_grad_enabled)
+    compiling = staticmethod(torch.compiler.is_compiling)
 
     def __init__(self):
         self._gather = gather_function(torch.autograd.Function)
@@ -159,6 +161,8 @@ class TorchHost(Host):
             meta = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype)
             return Placement(dim, DTensorSpec(ranks.mesh, (*replicas, Shard(dim)), tensor_meta=meta))
         inner = parameter._spec
+        if ranks.spmd is not None:
+            return Placement(dim, ranks.spmd.spec(inner, dim), inner, ranks.spmd)
         pieces = inner.num_shards_map[dim]  # over how many ranks the same dimension is cut already
         cut = _StridedShard(dim, split_factor=pieces) if pieces > 1 else Shard(dim)
         mesh = DeviceMesh._concatenate([ranks.mesh, inner.mesh])
@@ -167,6 +171,7 @@ class TorchHost(Host):
 
     def shard_of(self, parameter, placement, ranks):
         """A DTensor parameter on a copy of this rank's part."""
+        stale.watch()
         whole = self.local(parameter.detach())
         start, length = shard_extent(whole.shape[placement.dim], ranks.shard_rank, ranks.shard_size)
         part = whole.narrow(placement.dim, start, length).clone(memory_format=torch.contiguous_format)
@@ -176,7 +181,9 @@ class TorchHost(Host):
 
     def present(self, tensor, placement):
         inner = placement.inner
-        if inner is not None:
+        if placement.spmd is not None:
+            tensor = placement.spmd.present(tensor, inner)
+        elif inner is not None:
             tensor = DTensor.from_local(
                 tensor, inner.mesh, inner.placements, run_check=False, shape=inner.shape, stride=inner.stride
             )

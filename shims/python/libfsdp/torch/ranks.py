@@ -22,9 +22,12 @@ from .work import seconds
 class Ranks:
     """Of a mesh of one dimension (shards), or of two (replicas, shards).
 
-    shards: False, on one dimension: all of its ranks are replicas, for units whose strategy is "no_shard". They may share
-    a model with units that are sharded over the same ranks.
+    shards: False, on one dimension: all of its ranks are replicas, for units whose strategy is "no_shard". They may
+    share a model with units that are sharded over the same ranks. spmd: the Spmd of which these ranks are the part that
+    is data-parallel.
     """
+
+    spmd = None
 
     def __init__(self, mesh, shards=True):
         self.mesh, self.shards = mesh, shards
@@ -102,6 +105,10 @@ def check_mesh(mesh):
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
+    check_device(mesh)
+
+
+def check_device(mesh):
     if torch.device(mesh.device_type).type != "cpu":
         raise ValueError(
             f"fully_shard of libfsdp shards host memory, and this mesh is of {mesh.device_type}: give a mesh of 'cpu', or "
