@@ -348,7 +348,7 @@ class Pointers:
         for index, tensor in enumerate(self._tensors):
             if tensor is not None:
                 self._array[index] = ctypes.pointer(tensor)
-        self._as_parameter_ = ctypes.cast(self._array, POINTER(POINTER(abi.DLTensor)))
+        self._as_parameter_ = ctypes.pointer(self._array[0])  # cast would tie array and pointer in a cycle
 
     def __len__(self):
         return len(self._tensors)
