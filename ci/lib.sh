@@ -111,20 +111,28 @@ meson_build() {
 
 CUDA_LIB=/usr/local/cuda/lib64
 
-# torch_need VENV PACKAGE...: a venv with torch, these packages, and libfsdp as it is in the repository. Torch's wheel is a
-# CUDA build: where a CUDA 13 toolkit is installed it needs only three small packages beside it, elsewhere pip brings all
-# of it.
+# torch_need VENV PACKAGE...: a venv with torch (TORCH says which, 2.11 or 2.15), these packages, and libfsdp as it is in
+# the repository. Torch's wheel is a CUDA build: where a CUDA 13 toolkit is installed it needs only a few small packages
+# beside it, elsewhere pip brings all of it.
 torch_need() {
-    local venv=$1 lists=$BUILD/${1##*/}-requirements stamp
+    local venv=$1 lists=$BUILD/${1##*/}-requirements stamp bare
     shift
+    case ${TORCH:-2.11} in
+    2.11) bare="torch==2.11.0 nvidia-cufile==1.15.1.6 nvidia-nvshmem-cu13==3.4.5 nvidia-cusparselt-cu13==0.8.0" ;;
+    2.15)
+        bare="torch==2.15.0 nvidia-cufile==1.15.1.6 nvidia-nvshmem-cu13==3.7.2 nvidia-cusparselt-cu13==0.8.1
+            nvidia-nccl-cu13==2.30.7"
+        ;;
+    *) die "torch $TORCH: tried are 2.11 and 2.15" ;;
+    esac
     mkdir -p "$lists"
     if compgen -G "$CUDA_LIB/libcudart.so.13*" >/dev/null; then
-        printf '%s\n' torch==2.11.0 nvidia-cufile==1.15.1.6 nvidia-nvshmem-cu13==3.4.5 nvidia-cusparselt-cu13==0.8.0 \
-            >"$lists/bare"
+        # shellcheck disable=SC2086 # a list
+        printf '%s\n' $bare >"$lists/bare"
         printf '%s\n' numpy filelock typing_extensions sympy networkx jinja2 fsspec setuptools "$@" >"$lists/whole"
     else
         : >"$lists/bare"
-        printf '%s\n' torch numpy "$@" >"$lists/whole"
+        printf '%s\n' "torch${TORCH:+==$TORCH.*}" numpy "$@" >"$lists/whole"
     fi
     stamp=$(cat "$lists/bare" "$lists/whole" <(python3 --version) | sha256sum)
     if [ ! -x "$venv/bin/python" ] || [ "$(cat "$venv/stamp" 2>/dev/null)" != "$stamp" ]; then

@@ -215,8 +215,8 @@ def legacy(job):
         same(whole(loaded["state"]), whole(own["state"]))
         for number, state in loaded["state"].items():
             assert state["exp_avg"].placements == own["state"][number]["exp_avg"].placements
-    mine = loaded["state"][1]["exp_avg"]
-    mine.add_(1)  # what is loaded is memory of its own
+    for state in loaded["state"].values():
+        state["exp_avg"].add_(1)  # what is loaded is memory of its own
     same(FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"], full["state"])
     # a list that the optimizer was built from, in another order
     parameters = list(model.parameters())[::-1]
@@ -238,8 +238,12 @@ def legacy(job):
     by_name = FSDP.rekey_optim_state_dict(plain_optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, plain)
     optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, by_name))
     assert FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_NAME, plain) is full
-    groups = FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, plain, optim=adam(plain, reverse=False))
-    assert groups["param_groups"][0]["params"][0] == 0
+    net, first = alone(2)  # groups in another order
+    by_name = FSDP.rekey_optim_state_dict(first.state_dict(), OptimStateKeyType.PARAM_NAME, net, optim=first)
+    second = adam(net, reverse=False, lr=4.0)
+    second.load_state_dict(FSDP.rekey_optim_state_dict(by_name, OptimStateKeyType.PARAM_ID, net, optim=second))
+    same(named_state(net, second), named_state(net, first))
+    assert [group["lr"] for group in second.param_groups] == [0.01, 0.02]
 
     its = torch.optim.AdamW(beside.parameters(), lr=0.01)
     for ours_call, theirs_call in (
@@ -281,6 +285,10 @@ def renamed(full, old, new):
     }
 
 
+def load_into(model, optimizer, full):
+    return FSDP.optim_state_dict_to_load(model, optimizer, full)["state"][0]
+
+
 def changed(full, name, key, value):
     return full | {"state": full["state"] | {name: full["state"][name] | {key: value}}}
 
@@ -295,6 +303,8 @@ def misuse(job):
     load = lambda entries: FSDP.optim_state_dict_to_load(model, optimizer, entries)  # noqa: E731
     with raises(KeyError, "parameter 'stranger', which the model has not"):
         load(renamed(full, "blocks.1.up.bias", "stranger"))
+    with raises(KeyError, "a state of parameter 'stranger', which the model has not"):
+        load(full | {"state": full["state"] | {"stranger": full["state"]["gain"]}})
     with raises(KeyError, "lacks parameter 'blocks.0.norm.bias', of the optimizer's group 1"):
         load(full | {"param_groups": full["param_groups"][:1]})
     rows = -(-19 // size) if rank < size - 1 else 19 - (size - 1) * -(-19 // size)
@@ -337,6 +347,13 @@ def misuse(job):
     if size > 1:
         with raises(ValueError, "state 'rows' of parameter 'blocks.0.up.weight' has shapes [(3,), (4,)"):
             FSDP.optim_state_dict(model, optimizer)
+    # a counter is one also where it looks like a shard
+    model = FSDP(nn.ParameterList([torch.arange(float(size))]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.module[0]] = {"step": torch.tensor([4.0])}
+    full = FSDP.optim_state_dict(model, optimizer)
+    assert full["state"]["0"]["step"].tolist() == [4.0]
+    assert type(load_into(model, optimizer, full)["step"]) is torch.Tensor
 
 
 # ---- torch's checkpoint functions ------------------------------------------------------------------------------------

@@ -422,7 +422,7 @@ def _same(host, one, other):
 
 def _part(host, param, ranks, name, path, value):
     """This rank's part of a loaded state, in memory of its own."""
-    if param is None or not _is_tensor(host, value) or not tuple(value.shape):
+    if param is None or not _is_tensor(host, value) or not tuple(value.shape) or path[-1] == "step":
         return copied(host, value)
     part = host.shard_of_value(value, param, ranks, False)
     if part is value:
@@ -430,7 +430,7 @@ def _part(host, param, ranks, name, path, value):
     whole, here = host.whole_shape(param), tuple(host.local(param.parameter).shape)
     if tuple(host.local(part).shape) == here and tuple(part.shape) in (whole, here):
         return part.detach().clone()
-    if path[-1] != "step" and len(value.shape) == len(whole) and value.numel() != 1:
+    if len(value.shape) == len(whole) and value.numel() != 1:
         raise ValueError(mismatch(_label(name, path), value, whole, here))
     return copied(host, value)  # not of the parameter's kind
 
