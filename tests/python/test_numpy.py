@@ -429,7 +429,7 @@ def test_the_readme_runs_as_printed(tmp_path, index):
         pytest.importorskip("torch")
     path = tmp_path / "readme.py"
     path.write_text(README[index])
-    done = launch(2, path)
+    done = launch(2, path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
