@@ -885,9 +885,8 @@ fsdp_status checkpoint_read(const fsdp_checkpoint *c, int64_t index, const struc
     for (int32_t d = 0; d < want->ndim; d++)
         CHECK_ARG(want->at[d] >= 0 && want->size[d] <= entry->whole.size[d] &&
                       want->at[d] <= entry->whole.size[d] - want->size[d],
-                  "entry '%.200s': elements %lld to %lld of dimension %d are wanted, of which there are %lld",
-                  entry->name, (long long)want->at[d], (long long)(want->at[d] + want->size[d]), d,
-                  (long long)entry->whole.size[d]);
+                  "entry '%.200s': %lld elements of dimension %d are wanted from %lld on, of which there are %lld",
+                  entry->name, (long long)want->size[d], d, (long long)want->at[d], (long long)entry->whole.size[d]);
     CHECK_ARG(out->type == entry->type || (dtype_is_float(out->type) && dtype_is_float(entry->type)),
               "entry '%.200s' is %s, but tensor is %s: only floats are cast", entry->name, dtype_name(entry->type),
               dtype_name(out->type));

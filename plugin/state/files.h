@@ -4,6 +4,7 @@
 #ifndef FSDP_STATE_FILES_H
 #define FSDP_STATE_FILES_H
 
+#include "state/block_sum.h"
 #include "state/state.h"
 
 #include <jansson.h>
@@ -33,8 +34,6 @@ void text_hex(struct text *t, uint64_t number);                       /* 16 digi
 void text_string(struct text *t, const char *string, size_t n);       /* in quotes, with escapes */
 fsdp_status text_end(const struct text *t);
 void text_free(struct text *t);
-
-uint64_t block_sum(const void *data, size_t bytes); /* XXH3 of 64 bits */
 
 /* `path` names the file, and `what` the part of it, in messages. *out is released with json_decref. Errors: CORRUPT,
  * NOMEM. */

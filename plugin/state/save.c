@@ -744,7 +744,7 @@ static fsdp_status path_take(fsdp_save *save, const char *path)
     const char *name = slash ? slash + 1 : save->path;
     CHECK_ARG(strlen(name) <= FILE_NAME_MOST - 9, "path: a file's name of %zu bytes: at most %d", strlen(name),
               FILE_NAME_MOST - 9);
-    snprintf(save->file_name, sizeof save->file_name, "%s", name);
+    snprintf(save->file_name, sizeof save->file_name, "%.*s", FILE_NAME_MOST, name);
     if (!slash)
         snprintf(save->path, sizeof save->path, ".");
     else

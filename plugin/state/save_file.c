@@ -87,7 +87,7 @@ static void tell_header(struct text *t, const struct save_file *file)
         text_add(t, "}");
     }
     text_add(t, "}");
-    while (t->used % 8 && !t->failed) text_add(t, " ");
+    while (t->used % 64 && !t->failed) text_add(t, " "); /* a multiple of 8 would do; copies are faster so */
     for (int i = 0; i < 8 && !t->failed; i++) t->at[i] = (char)((t->used - 8) >> (8 * i) & 0xff);
 }
 

@@ -3,16 +3,8 @@
 
 #include "base/mem.h"
 
-#define XXH_INLINE_ALL
-#include <xxhash.h>
-
 #include <stdio.h>
 #include <string.h>
-
-uint64_t block_sum(const void *data, size_t bytes)
-{
-    return XXH3_64bits(data, bytes);
-}
 
 /* ---- written */
 

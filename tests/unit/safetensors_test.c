@@ -170,3 +170,14 @@ Test(safetensors, no_damaged_byte_does_harm)
         }
     cr_expect(taken > 0 && taken < 256 * (int)n);
 }
+
+/* Known answers of XXH3 (seed 0), as its own documentation and the xxhash package of Python have them. */
+Test(safetensors, checksums_are_xxh3_whatever_the_processor)
+{
+    static char bytes[1 << 20];
+    for (size_t i = 0; i < sizeof bytes; i++) bytes[i] = (char)(i * 7 + i / 251);
+    cr_expect_eq(block_sum("", 0), UINT64_C(0x2d06800538d394c2));
+    cr_expect_eq(block_sum(bytes, 1), UINT64_C(0xc44bdff4074eecdb));
+    cr_expect_eq(block_sum(bytes, 200), UINT64_C(0x7c64f3b17285e96a));
+    cr_expect_eq(block_sum(bytes, sizeof bytes), UINT64_C(0x4d13e3faf4e0828a));
+}
