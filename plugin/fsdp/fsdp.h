@@ -298,8 +298,8 @@ fsdp_status unit_write_back(fsdp_unit *unit);
 fsdp_status unit_gather_param(fsdp_unit *unit, int32_t index, DLManagedTensorVersioned **out);
 fsdp_status unit_load_param(fsdp_unit *unit, int32_t index, const struct tensor *full);
 fsdp_status unit_cast(fsdp_unit *unit, fsdp_cast_kind kind, const struct tensor *input, DLManagedTensorVersioned **out);
-/* Whether its shards may be written now: STATE while it is unsharded. `param` is what for. What prefetch brought is let go
- * of. */
+/* Whether its shards may be written now: STATE while it is unsharded. `param` is what for. What prefetch brought is let
+ * go of. */
 fsdp_status unit_loadable(fsdp_unit *unit, const char *param);
 
 /* The piece of a gather of one parameter: from the ranks' shards, as `type`, to all of it in `data`. */

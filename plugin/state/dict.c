@@ -1,8 +1,9 @@
 /* State dicts: the container. See state.h.
  *
- * Entries lie in the order of adding, with an index by name beside them: open addressing, half empty at least. An entry's
- * tensor is a handle of the library's own on whatever memory the host gave, so that it can be shared with whoever asks for
- * it and outlives the dict where it must. JSON values are parsed when they are set and kept as compact text.
+ * Entries lie in the order of adding, with an index by name beside them: open addressing, half empty at least. An
+ * entry's tensor is a handle of the library's own on whatever memory the host gave, so that it can be shared with
+ * whoever asks for it and outlives the dict where it must. JSON values are parsed when they are set and kept as compact
+ * text.
  *
  * One thread at a time; nothing here talks to other ranks.
  */

@@ -1,15 +1,16 @@
-/* Parts to whole tensors, and back: what the ranks of a group hold of each entry, and the moves between them. See state.h.
+/* Parts to whole tensors, and back: what the ranks of a group hold of each entry, and the moves between them. See
+ * state.h.
  *
- * The ranks first compare their dicts by a hash; where those differ, exchanges of hashes of ever shorter runs of entries
- * find the first that does, so that the message has its name. Then each tells all where its parts lie. From there on every
- * rank knows what every other will do.
+ * The ranks first compare their dicts by a hash; where those differ, exchanges of hashes of ever shorter runs of
+ * entries find the first that does, so that the message has its name. Then each tells all where its parts lie. From
+ * there on every rank knows what every other will do.
  *
- * A whole tensor is put together from the parts of those ranks that are the first of their copies, one after the other in
- * rank order: one transfer. Where that is how the elements lie (slices of rows), it writes to the result directly, else to
- * a scratch buffer of the size of the largest tensor that needs it.
+ * A whole tensor is put together from the parts of those ranks that are the first of their copies, one after the other
+ * in rank order: one transfer. Where that is how the elements lie (slices of rows), it writes to the result directly,
+ * else to a scratch buffer of the size of the largest tensor that needs it.
  *
- * A rank's failure must reach all: each exchange carries how the rank fared so far, and what it needs is taken one exchange
- * ahead. So after a failure all ranks stop at the same place.
+ * A rank's failure must reach all: each exchange carries how the rank fared so far, and what it needs is taken one
+ * exchange ahead. So after a failure all ranks stop at the same place.
  */
 #include "state/state.h"
 
@@ -132,8 +133,8 @@ static fsdp_status report_failure(const struct state_layout *layout, int r, stru
     return report->status;
 }
 
-/* Take the step that was made, and make the next one: its failure is told by this one. number: which entry it is for, the
- * same on all ranks. */
+/* Take the step that was made, and make the next one: its failure is told by this one. number: which entry it is for,
+ * the same on all ranks. */
 static struct step *step_begin(struct state_layout *layout, int64_t number, fsdp_status status,
                                fsdp_error_info *failure)
 {
@@ -181,7 +182,8 @@ fsdp_status state_layout_tell(struct state_layout *layout, fsdp_status status)
 
 /* ---- agreement */
 
-/* What this takes before the ranks meet. Without the first work and the reports nothing can be told: the call is not made. */
+/* What this takes before the ranks meet. Without the first work and the reports nothing can be told: the call is not
+ * made. */
 struct agreement {
     fsdp_work *works[NARROWINGS + 2];
     struct report *mine, *all;

@@ -1,8 +1,9 @@
 /* A model's parameters as a state dict, and back. See state.h.
  *
- * An entry of a dict that shares the shards keeps the parameter's unit alive. Whole tensors come from such a dict by the
- * gather that any dict has, over all ranks of the model: so replicas and every sharding are one case. Loading writes to
- * the shards; what units have published counts as old from then on, on all ranks alike, also where a rank's load failed.
+ * An entry of a dict that shares the shards keeps the parameter's unit alive. Whole tensors come from such a dict by
+ * the gather that any dict has, over all ranks of the model: so replicas and every sharding are one case. Loading
+ * writes to the shards; what units have published counts as old from then on, on all ranks alike, also where a rank's
+ * load failed.
  *
  * On the host's thread. What talks to other ranks says so.
  */

@@ -88,8 +88,8 @@ struct source {
     void (*json)(const struct source *source, int64_t index, const char **name, const char **text);
     const void *of;
 };
-/* What a load will do: for each entry of `into` the index of what it is read from, or -1: nothing (not wanted, not there,
- * of a rank, or tied to one that is read). */
+/* What a load will do: for each entry of `into` the index of what it is read from, or -1: nothing (not wanted, not
+ * there, of a rank, or tied to one that is read). */
 struct state_plan {
     int64_t *from;
     int64_t bytes; /* that it will write */
@@ -107,8 +107,8 @@ void state_dict_source(const fsdp_state_dict *dict, struct source *out);
 /* ---- gather.c */
 
 /* All ranks' parts of all entries. Making one is collective: the ranks compare names, dtypes, shapes and ties (MISMATCH
- * names the first entry that differs), tell each other their parts, and check that they make up each tensor, each element
- * once but for copies. Entries of a rank are left out. An error is the same on all ranks.
+ * names the first entry that differs), tell each other their parts, and check that they make up each tensor, each
+ * element once but for copies. Entries of a rank are left out. An error is the same on all ranks.
  *
  * status: how this rank fared so far, with its error record: a failure of one rank is everyone's, so it makes this call
  * all the same (dict may be NULL then). options: a hash of what else must be the same on all ranks. root: who will have
@@ -119,12 +119,12 @@ fsdp_status state_layout_make(const fsdp_state_dict *dict, fsdp_group *group, fs
                               uint64_t options, fsdp_status status, struct state_layout **out);
 void state_layout_free(struct state_layout *layout);
 /* The whole of entry `index` (one with values, not of a rank) in `out`, of the entry's dtype in files and whole shape,
- * contiguous; NULL on ranks that get nothing. Collective. status: as above: after a failure of any rank nothing is moved,
- * and none of these calls may follow. */
+ * contiguous; NULL on ranks that get nothing. Collective. status: as above: after a failure of any rank nothing is
+ * moved, and none of these calls may follow. */
 fsdp_status state_gather_entry(struct state_layout *layout, int64_t index, fsdp_status status,
                                const struct tensor *out);
-/* The reverse: root's source to all ranks' parts, which are contiguous and of the dtype in files. from -1: root has nothing
- * for this entry. `source` and `from` are looked at on root only; *moved on all. */
+/* The reverse: root's source to all ranks' parts, which are contiguous and of the dtype in files. from -1: root has
+ * nothing for this entry. `source` and `from` are looked at on root only; *moved on all. */
 fsdp_status state_scatter_entry(struct state_layout *layout, int64_t index, fsdp_status status,
                                 const struct source *source, int64_t from, int32_t *moved);
 /* Every rank says how it fared; the first failure is everyone's. Collective. */

@@ -510,8 +510,8 @@ Test(alloc_fail, a_training_step_with_all_there_is)
     for (kind = 0; kind < 4; kind++) try_all(whole);
 }
 
-/* ---- state dicts: a model's parts, gathered whole, and loaded from rank 0. A call is not made at all, and rank 0 waits in
- * vain; or both ranks end it, with the same failure. */
+/* ---- state dicts: a model's parts, gathered whole, and loaded from rank 0. A call is not made at all, and rank 0
+ * waits in vain; or both ranks end it, with the same failure. */
 
 static fsdp_status states_make(fsdp_group *group, fsdp_model **model, fsdp_unit **unit)
 {

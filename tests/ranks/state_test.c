@@ -1,5 +1,6 @@
-/* A model's state dicts: sharded, local and full, of every layout and however many rows there are; and loading them, whole
- * or in part, by each rank or from rank 0's. Values tell parameter and element, so each is looked at by itself. */
+/* A model's state dicts: sharded, local and full, of every layout and however many rows there are; and loading them,
+ * whole or in part, by each rank or from rank 0's. Values tell parameter and element, so each is looked at by
+ * itself. */
 #include "unit_host.h"
 
 #include "base/os.h"

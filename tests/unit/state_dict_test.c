@@ -1,5 +1,5 @@
-/* State dicts by themselves: what may be added and how it is told, JSON values, and loading one from another. The public
- * functions, with tensors whose deleters are counted. */
+/* State dicts by themselves: what may be added and how it is told, JSON values, and loading one from another. The
+ * public functions, with tensors whose deleters are counted. */
 #include <criterion/criterion.h>
 #include <limits.h>
 #include <stdatomic.h>
