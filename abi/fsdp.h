@@ -1181,13 +1181,15 @@ typedef struct fsdp_save fsdp_save;
 
 /* Write a state dict. Collective over the group; NULL: one process. All ranks give the same path (on a file system that
  * all of them see; FULL: only rank 0 writes), format and names. SHARDED: each rank writes its own parts, replicas a
- * slice each. FULL: gathered by rank 0, one tensor at a time. Parents of the folder are made. With `save` (background
- * or not): a handle on it. In the background values are those of the time of the call: they are copied before it
- * returns, and the memory is given back when they are written; an own group is made for it, so training may go on.
- * NULL: returns when all is written, and background must be 0. A failure on one rank is told on all, and leaves an
- * earlier checkpoint at `path` as it was. Errors: INVALID (path of another kind of checkpoint or of foreign files;
- * parts that overlap or leave gaps), UNSUPPORTED (complex128, which safetensors lacks), STATE (another save into this
- * folder is under way), SYSTEM (names the file), NOMEM, MISMATCH (names, dtypes or shapes differ between ranks). */
+ * slice each. FULL: gathered by rank 0, one tensor at a time; entries of a rank are left out. Parents of the folder are
+ * made. With `save` (background or not): a handle on it. In the background values are those of the time of the call:
+ * they are copied before it returns, and the memory is given back when they are written; an own group is made for it,
+ * so training may go on. NULL: returns when all is written, and background must be 0. Ranks wait for one that writes as
+ * long as it goes on doing so, longer than the group's timeout, too; a failure on one is told on all, and leaves an
+ * earlier checkpoint at `path` as it was.
+ * Errors: INVALID (path of another kind of checkpoint or of foreign files; parts that overlap or leave gaps),
+ * UNSUPPORTED (complex128, which safetensors lacks), STATE (another save into this folder is under way), SYSTEM (names
+ * the file), NOMEM, MISMATCH (names, dtypes or shapes differ between ranks). */
 FSDP_API fsdp_status fsdp_checkpoint_save(fsdp_group *group, fsdp_state_dict *dict, const char *path,
                                           const fsdp_save_options *options, fsdp_save **save);
 

@@ -167,6 +167,9 @@ struct save_file {
     int64_t begun;             /* up to here the disk was told of */
     int32_t sync;
     _Atomic int64_t *written; /* progress */
+    /* Called now and then while values are written; a failure ends that. NULL: nothing. */
+    fsdp_status (*pulse)(void *user);
+    void *user;
 };
 
 #define SAVE_BUFFER (4 * FILE_BLOCK)

@@ -27,7 +27,7 @@ enum { TELL_BEGIN, TELL_WRITTEN, TELL_DONE, TELLS };
 
 struct told {
     fsdp_status status;
-    int32_t committed;
+    int32_t complete; /* TELL_WRITTEN: my file is; TELL_DONE: the new checkpoint is the one */
     uint64_t number[2];
     char message[500];
 };
@@ -62,6 +62,8 @@ struct fsdp_save {
     struct tensor *data; /* SHARDED: of each entry, what this rank writes */
     struct state_layout *layout;
     fsdp_work *tells[TELLS];
+    int64_t pulse_ns, pulse_at; /* how often a writer tells that it goes on, and when next; 0: never */
+    int over;                   /* writing has ended in a failure that was told, or could not be */
 
     struct os_folder folder;
     int locked;
@@ -285,17 +287,45 @@ static fsdp_status folder_sync(const fsdp_save *save)
 
 /* ---- each rank its own file */
 
-static void write_sharded_file(fsdp_save *save, fsdp_status *status)
+/* A round in which each tells whether its file is complete, or why it never will be. There are as many as it takes: the
+ * operation of the next one is prepared while there is still one to tell that in. */
+static fsdp_status round_of_writers(fsdp_save *save, fsdp_status status, struct told *mine, struct told *all,
+                                    int *heard)
+{
+    fsdp_work *next = NULL;
+    if (status == FSDP_OK && save->group) status = group_prepare(save->group, &next);
+    status = tell(save, TELL_WRITTEN, status, mine, all, heard);
+    work_release(save->tells[TELL_WRITTEN]);
+    save->tells[TELL_WRITTEN] = next;
+    return status;
+}
+
+/* Between blocks. Those that are done wait for those that are not, and would take one for dead of which they hear
+ * nothing for longer than the group's timeout; and one hears so that another has failed. */
+static fsdp_status pulse(void *user)
+{
+    fsdp_save *save = user;
+    if (!save->pulse_ns || os_now_ns() < save->pulse_at) return FSDP_OK;
+    struct told mine = {0}, all[GROUP_MAX_RANKS];
+    int heard;
+    fsdp_status status = round_of_writers(save, FSDP_OK, &mine, all, &heard);
+    save->over = status != FSDP_OK;
+    save->pulse_at = os_now_ns() + save->pulse_ns;
+    return status;
+}
+
+static fsdp_status write_own_file(fsdp_save *save)
 {
     struct save_file *file = save->files;
-    if (save->rank != 0) *status = os_folder_open(save->path, &save->folder);
+    if (save->rank != 0) TRY(os_folder_open(save->path, &save->folder));
     file->save = save->save;
+    file->pulse = pulse;
+    file->user = save;
     name_of_rank(file->name, save->rank, save->size, save->save);
-    if (*status == FSDP_OK) *status = save_file_begin(file);
-    for (int64_t i = 0; *status == FSDP_OK && i < file->n; i++)
-        *status = save_file_put(file, i, &save->data[file->parts[i].entry]);
-    if (*status == FSDP_OK) *status = save_file_finish(file);
-    if (*status == FSDP_OK) *status = folder_sync(save);
+    TRY(save_file_begin(file));
+    for (int64_t i = 0; i < file->n; i++) TRY(save_file_put(file, i, &save->data[file->parts[i].entry]));
+    TRY(save_file_finish(file));
+    return folder_sync(save);
 }
 
 static void tell_file(struct text *t, int first, const char *name, int64_t bytes, uint64_t header_sum)
@@ -334,20 +364,26 @@ static fsdp_status write_manifest(fsdp_save *save, const struct told *all)
 
 static fsdp_status write_sharded(fsdp_save *save)
 {
-    fsdp_status status = FSDP_OK;
     struct told mine = {0}, all[GROUP_MAX_RANKS];
-    int heard;
-    write_sharded_file(save, &status);
+    int heard = 0, missing = 1;
+    fsdp_status status = write_own_file(save);
+    mine.complete = 1;
     mine.number[0] = (uint64_t)save->files->bytes;
     mine.number[1] = save->files->header_sum;
-    status = tell(save, TELL_WRITTEN, status, &mine, all, &heard);
+    while (missing && !save->over) {
+        status = round_of_writers(save, status, &mine, all, &heard);
+        save->over = status != FSDP_OK;
+        missing = 0;
+        for (int r = 0; r < save->size && !save->over; r++) missing |= !all[r].complete;
+    }
+    /* Rank 0 may have heard of all what did not come through to this one. */
     int remove = heard || !save->files->renamed;
     if (status == FSDP_OK) {
         if (save->rank == 0) status = write_manifest(save, all);
-        mine = (struct told){.committed = save->committed};
+        mine = (struct told){.complete = save->committed};
         status = tell(save, TELL_DONE, status, &mine, all, &heard);
         /* Rank 0 itself knows; the others only what they have heard of it. */
-        if (save->rank != 0 && heard) save->committed = all[0].committed;
+        if (save->rank != 0 && heard) save->committed = all[0].complete;
         remove = save->rank == 0 || heard;
     }
     save_file_drop(save->files, status != FSDP_OK && remove && !save->committed);
@@ -791,10 +827,16 @@ static void run(fsdp_save *save, fsdp_status status)
     struct told mine = {0}, all[GROUP_MAX_RANKS];
     int heard;
     if (status == FSDP_OK && save->rank == 0) status = folder_begin(save);
+    int64_t timeout_ns = save->size > 1 ? atomic_load(&save->group->timeout_ms) * 1000000 : 0;
     mine.number[0] = save->save;
+    mine.number[1] = (uint64_t)timeout_ns;
     status = tell(save, TELL_BEGIN, status, &mine, all, &heard);
     if (status == FSDP_OK) {
         save->save = all[0].number[0];
+        for (int r = 0; r < save->size; r++)
+            if ((int64_t)all[r].number[1] < timeout_ns) timeout_ns = (int64_t)all[r].number[1];
+        save->pulse_ns = timeout_ns / 4;
+        save->pulse_at = os_now_ns() + save->pulse_ns;
         status = is_full(save) ? write_full(save) : write_sharded(save);
     }
     if (status != FSDP_OK) err_save(&save->failure);

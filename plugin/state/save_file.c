@@ -144,7 +144,7 @@ static fsdp_status write_out(struct save_file *file, const void *from, int64_t b
         os_file_begin_sync(file->fd, file->begun, at + bytes - file->begun);
         file->begun = at + bytes;
     }
-    return FSDP_OK;
+    return file->pulse ? file->pulse(file->user) : FSDP_OK;
 }
 
 static fsdp_status flush(struct save_file *file)

@@ -26,6 +26,8 @@ static const struct spec specs_list[] = {
     {"rng", {kDLUInt, 8, 1}, 1, {0}, OF_RANK},
 };
 
+static const struct spec large_list[] = {{"weight", {kDLFloat, 32, 1}, 2, {4000, 1001}, ROWS}}; /* 8 blocks a rank */
+
 static char folder[64], path[128], url[128];
 
 /* What one run does. */
@@ -38,6 +40,8 @@ static struct {
     fsdp_save_options options;
     uint64_t seed;
     int open; /* not a save: it is opened and loaded */
+    int timeout_ms;
+    struct specs specs;
 } job;
 
 struct outcome {
@@ -53,6 +57,8 @@ static void begin(void)
     snprintf(path, sizeof path, "%s/c", folder);
     memset(&job, 0, sizeof job);
     job.options.struct_size = sizeof job.options;
+    job.timeout_ms = TIMEOUT_MS;
+    job.specs = (struct specs){.list = specs_list, .n = sizeof specs_list / sizeof *specs_list};
 }
 
 static void end(void)
@@ -107,11 +113,12 @@ static void rank_main(int rank)
     fsdp_store *store = NULL;
     fsdp_group *group = NULL;
     struct host_dict host;
-    struct specs specs = {.list = specs_list, .n = sizeof specs_list / sizeof *specs_list, .seed = job.seed};
+    struct specs specs = job.specs;
+    specs.seed = job.seed;
     if (fsdp_set_allocator(counted_alloc, counted_free, NULL) != FSDP_OK) _exit(3);
     if (!job.none) {
         fsdp_store_options so = {.struct_size = sizeof so, .world_size = job.ranks, .rank = rank, .timeout_ms = 20000};
-        fsdp_group_options go = {.struct_size = sizeof go, .timeout_ms = TIMEOUT_MS};
+        fsdp_group_options go = {.struct_size = sizeof go, .timeout_ms = job.timeout_ms};
         if (fsdp_store_open(url, &so, &store) || fsdp_group_create(store, &go, &group)) {
             snprintf(o->message, sizeof o->message, "meeting: %s", fsdp_last_error());
             _exit(4);
@@ -197,7 +204,7 @@ static void sound_run(uint64_t seed)
 
 static int seed_there(void)
 {
-    struct specs specs = {.list = specs_list, .n = sizeof specs_list / sizeof *specs_list};
+    struct specs specs = job.specs;
     const uint64_t seeds[] = {1, 2};
     char why[1100] = "";
     int found = host_checkpoint_seed(path, &specs, seeds, 2, why, sizeof why);
@@ -316,6 +323,23 @@ Test(checkpoint_fault, whole_tensors_of_two_ranks_at_every_call, .init = begin, 
     job.ranks = 2;
     job.fault = DISK_FAILS;
     at_every_call(0, 100000);
+}
+
+/* Ranks are not taken for dead because they have much to write: here, for three times the group's timeout. */
+Test(checkpoint_fault, ranks_wait_for_one_whose_disk_is_slow, .init = begin, .fini = end)
+{
+    job.ranks = 2;
+    job.fault = DISK_SLOW;
+    job.specs = (struct specs){.list = large_list, .n = 1};
+    job.timeout_ms = SANITIZED ? 800 : 400;
+    job.seed = 2;
+    for (job.faulty = 0; job.faulty < 2; job.faulty++)
+        for (job.options.background = 0; job.options.background < 2; job.options.background++) {
+            run();
+            for (int r = 0; r < 2; r++) cr_expect_eq(shared[r].status, FSDP_OK, "rank %d: %s", r, shared[r].message);
+            cr_expect_eq(seed_there(), 2);
+            host_folder_remove(path);
+        }
 }
 
 /* ---- memory */

@@ -48,7 +48,9 @@ static int fail(const char *name, int error)
 
 ssize_t pwrite(int fd, const void *from, size_t bytes, off_t at)
 {
-    if (now("pwrite")) {
+    if (fault == DISK_SLOW)
+        usleep(150000);
+    else if (now("pwrite")) {
         if (fault == DISK_TEARS && syscall(SYS_pwrite64, fd, from, bytes / 2, at) < 0) die();
         if (fault != DISK_FAILS) die();
         errno = ENOSPC;
