@@ -1,5 +1,5 @@
-"""python -m libfsdp.checkpoint and torch's files: what torch has saved goes on from libfsdp's checkpoints, and what libfsdp
-has saved goes on in torch, with the very same values; pickles run nothing."""
+"""python -m libfsdp.checkpoint and torch's files: what torch has saved goes on from libfsdp's checkpoints, and what
+libfsdp has saved goes on in torch, with the very same values; pickles run nothing."""
 
 import os
 import pathlib
@@ -194,20 +194,20 @@ def test_a_model_alone(convert):
 # ---- To torch --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("numbered", [False, True])
-def test_training_of_ours_goes_on_from_torchs_file(convert, numbered):
+@pytest.mark.parametrize("by_names", [False, True])
+def test_training_of_ours_goes_on_from_torchs_file(convert, by_names):
     checkpoint.save("ours", *trained(), extra={"step": 3})
-    err = convert("ours", "theirs.pt", *(["--optimizer-ids"] if numbered else []))
+    err = convert("ours", "theirs.pt")
     assert "left out: the optimizer's type (AdamW)" in err
     saved = torch.load("theirs.pt", weights_only=True)
     assert saved["extra"] == {"step": 3}
     model = Net(seed=5)
     optimizer = optimizer_of(model)
-    if numbered:
+    if by_names:
+        set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optim"])
+    else:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optim"])
-    else:
-        set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optim"])
     goes_on(model, optimizer)
 
 
@@ -263,9 +263,15 @@ def test_safetensors_package(convert):
 
 
 def test_every_dtype_there_and_back(run, convert):
-    names = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int8 int16 int32 int64 uint8 uint16 uint32 uint64"
+    names = (
+        "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int8 int16 int32 int64 uint8 uint16 uint32 uint64"
+    )
     tensors = {name: torch.arange(6).to(getattr(torch, name)).view(2, 3) for name in names.split()}
-    tensors |= {"bool": torch.tensor([True, False]), "complex64": torch.tensor([1 + 2j, 3 - 4j]), "none": torch.zeros(0, 3)}
+    tensors |= {
+        "bool": torch.tensor([True, False]),
+        "complex64": torch.tensor([1 + 2j, 3 - 4j]),
+        "none": torch.zeros(0, 3),
+    }
     tensors |= {"scalar": torch.tensor(2.5), "turned": torch.arange(12.0).view(3, 4).T, "part": torch.arange(9)[2:5]}
     state = libfsdp.StateDict()
     for name, tensor in tensors.items():
@@ -275,11 +281,17 @@ def test_every_dtype_there_and_back(run, convert):
         convert("ours", dst, *to)
         assert run("compare", "ours", dst)[0] == 0
         convert(dst, f"{dst}-back", "--to", "sharded", "--ranks", "2")
-        assert run("compare", "ours", f"{dst}-back")[:2] == (0, f"{len(tensors)} tensors in both: {len(tensors)} equal bit for bit; JSON values are equal\n")
+        assert run("compare", "ours", f"{dst}-back")[:2] == (
+            0,
+            f"{len(tensors)} tensors in both: {len(tensors)} equal bit for bit; JSON values are equal\n",
+        )
     found = torch.load("a.pt")
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
-        assert found[name].contiguous().view(-1).view(torch.uint8).equal(tensor.contiguous().view(-1).view(torch.uint8)) or not tensor.numel()
+        assert (
+            found[name].contiguous().view(-1).view(torch.uint8).equal(tensor.contiguous().view(-1).view(torch.uint8))
+            or not tensor.numel()
+        )
 
 
 # ---- Files of ranks --------------------------------------------------------------------------------------------------

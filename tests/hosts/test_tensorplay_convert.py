@@ -1,5 +1,5 @@
-"""python -m libfsdp.checkpoint and TensorPlay's files: what TensorPlay has saved goes on from libfsdp's checkpoints, and what
-libfsdp or torch has saved goes on in TensorPlay, with the very same values."""
+"""python -m libfsdp.checkpoint and TensorPlay's files: what TensorPlay has saved goes on from libfsdp's checkpoints,
+and what libfsdp or torch has saved goes on in TensorPlay, with the very same values."""
 
 import os
 import pathlib
@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from conftest import ROOT, environment
 
-tp = pytest.importorskip("tensorplay", reason="TensorPlay is not installed here; ci/test tensorplay makes a venv that has it")
+tp = pytest.importorskip(
+    "tensorplay", reason="TensorPlay is not installed here; ci/test tensorplay makes a venv that has it"
+)
 import tensorplay.distributed.checkpoint as dcp
 from tensorplay import nn
 
@@ -115,7 +117,7 @@ def test_training_of_tensorplays_goes_on_from_ours(convert, write):
 @pytest.mark.parametrize("ending", ["pt", "pth"])
 def test_training_of_ours_goes_on_from_tensorplays_file(convert, ending):
     checkpoint.save("ours", *trained(), extra={"step": 3})
-    convert("ours", f"theirs.{ending}", "--to", "tensorplay", "--optimizer-ids")
+    convert("ours", f"theirs.{ending}", "--to", "tensorplay")
     saved = tp.load(f"theirs.{ending}")
     assert saved["extra"] == {"step": 3}
     model = net(seed=5)
@@ -165,7 +167,10 @@ def test_every_dtype_there_and_back(run, convert):
     convert("ours", "theirs.pt", "--to", "tensorplay")
     convert("theirs.pt", "back", "--to", "sharded", "--ranks", "3")
     for path in ("theirs.pt", "back"):
-        assert run("compare", "ours", path)[:2] == (0, "13 tensors in both: 13 equal bit for bit; JSON values are equal\n")
+        assert run("compare", "ours", path)[:2] == (
+            0,
+            "13 tensors in both: 13 equal bit for bit; JSON values are equal\n",
+        )
     found = tp.load("theirs.pt")
     assert found["bfloat16"].dtype == tp.bfloat16 and found["again"].data_ptr() == found["float32"].data_ptr()
 
@@ -190,7 +195,7 @@ def test_torch_and_tensorplay_read_each_others_files(convert, run):
         assert done.returncode == 0, done.stderr
 
     checkpoint.save("ours", *trained())
-    in_torch("-m", "libfsdp.checkpoint", "convert", "ours", "torchs.pt", "--optimizer-ids")
+    in_torch("-m", "libfsdp.checkpoint", "convert", "ours", "torchs.pt")
     saved = tp.load("torchs.pt")
     model = net(seed=5)
     optimizer = optimizer_of(model)

@@ -1,5 +1,5 @@
-"""python -m libfsdp.checkpoint without a framework: list, verify, compare and convert, of libfsdp's own checkpoints and of
-safetensors files. tests/hosts/test_checkpoint_convert.py has the frameworks'.
+"""python -m libfsdp.checkpoint without a framework: list, verify, compare and convert, of libfsdp's own checkpoints
+and of safetensors files. tests/hosts/test_checkpoint_convert.py has the frameworks'.
 """
 
 import json
@@ -184,7 +184,9 @@ def test_compare_tells_all_differences(run):
     assert ["wide", "6", "6", f"{rounding:.3g}"] in [line[:4] for line in lines]
     assert ["optimizer.type", "AdamW,", "SGD"] in lines
     assert ["extra", "only", "in", "the", "first"] in lines and ["new", "only", "in", "the", "second"] in lines
-    assert out.splitlines()[-1].startswith("12 tensors in both: 7 equal bit for bit; 4 of other values (largest difference 2, in n)")
+    assert out.splitlines()[-1].startswith(
+        "12 tensors in both: 7 equal bit for bit; 4 of other values (largest difference 2, in n)"
+    )
     assert run("compare", "a", "b", "--names", "optimizer/*", "--names", "steps")[0] == 1  # JSON still differs
 
 
@@ -346,7 +348,18 @@ def test_a_failure_leaves_the_earlier_target(run):
 def test_killed_at_any_time_there_is_no_half_target(tmp_path):
     save(tmp_path / "one", {f"x{i}": np.full((256, 1024), i, np.float32) for i in range(32)}, {}, ties=False)
     for delay in (0.3, 0.4, 0.5, 0.6):
-        command = [sys.executable, "-m", "libfsdp.checkpoint", "convert", "one", "out", "--to", "sharded", "--ranks", "3"]
+        command = [
+            sys.executable,
+            "-m",
+            "libfsdp.checkpoint",
+            "convert",
+            "one",
+            "out",
+            "--to",
+            "sharded",
+            "--ranks",
+            "3",
+        ]
         process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL)
         time.sleep(delay)
         process.send_signal(signal.SIGKILL)
@@ -423,7 +436,14 @@ def test_a_bar_on_a_terminal_only(tmp_path):
 
 
 def test_units():
-    for n, text in ((0, "0 B"), (999, "999 B"), (1000, "1 kB"), (12_345_678, "12.3 MB"), (999_600_000, "1 GB"), (5 * 10**12, "5 TB")):
+    for n, text in (
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (12_345_678, "12.3 MB"),
+        (999_600_000, "1 GB"),
+        (5 * 10**12, "5 TB"),
+    ):
         assert human(n) == text
     for text, n in (("5GB", 5 * 10**9), ("512 MiB", 512 << 20), ("1000000", 10**6), ("1.5kb", 1500), ("7 B", 7)):
         assert parse_bytes(text) == n

@@ -1,5 +1,6 @@
-"""python -m libfsdp.checkpoint: looks at checkpoints of libfsdp's, safetensors, torch and TensorPlay, verifies, compares and
-converts them. Exit code 0: fine; 1: there are differences, or damage; 2: a wrong command, or it can't be done.
+"""python -m libfsdp.checkpoint: looks at checkpoints of libfsdp's, safetensors, torch and TensorPlay, verifies,
+compares and converts them. Exit code 0: fine; 1: there are differences, or damage; 2: a wrong command, or it can't be
+done.
 """
 
 import argparse
@@ -39,9 +40,9 @@ examples, from SRC to DST:
   ranks/ whole.safetensors                         a folder of one file for each rank, of torch.save's
   run/last model.pt --to tensorplay                for tensorplay.load
 
-A model alone becomes a plain state dict; with an optimizer or JSON values beside it, {"model": ..., "optim": {"state": ...,
-"param_groups": ...}, name: value}. What DST has no place for is said on the error output. Needs as much memory as the
-tensors of one checkpoint have bytes, at most.
+A model alone becomes a plain state dict; with an optimizer or JSON values beside it, {"model": ..., "optim": {"state":
+..., "param_groups": ...}, name: value}. What DST has no place for is said on the error output. Needs as much memory as
+the tensors of one checkpoint have bytes, at most.
 """
 
 
@@ -74,7 +75,9 @@ def _parse(arguments):
         parser = commands.add_parser(
             name, help=help, description=help[0].upper() + help[1:] + ".", formatter_class=formatter, **more
         )
-        parser.add_argument("--trust", action="store_true", help="let pickles run what they hold: for files of your own")
+        parser.add_argument(
+            "--trust", action="store_true", help="let pickles run what they hold: for files of your own"
+        )
         parser.set_defaults(run=run)
         return parser
 
@@ -101,15 +104,17 @@ def _parse(arguments):
     converted.add_argument("dst", metavar="DST")
     targets = "; ".join(f"{name}: {what}" for name, what in formats.TARGETS.items())
     converted.add_argument("--to", choices=formats.TARGETS, help=f"{targets}. Without it, by DST's ending")
-    converted.add_argument("--ranks", type=_positive, metavar="N", help="with --to sharded: files for so many ranks (1)")
     converted.add_argument(
-        "--max-file-size", type=_bytes, metavar="SIZE", help="with --to full: begin another file rather than exceed this, 5GB say"
+        "--ranks", type=_positive, metavar="N", help="with --to sharded: files for so many ranks (1)"
+    )
+    converted.add_argument(
+        "--max-file-size",
+        type=_bytes,
+        metavar="SIZE",
+        help="with --to full: begin another file rather than exceed this, 5GB say",
     )
     converted.add_argument("--dtype", choices=[name for name in TABLE if "float" in name], help="of the model's floats")
     _add_names(converted)
-    converted.add_argument(
-        "--optimizer-ids", action="store_true", help="number the optimizer's parameters, as optimizer.load_state_dict wants"
-    )
     converted.add_argument("--force", action="store_true", help="replace DST, if it is a checkpoint")
     options = parser.parse_args(arguments)
     if options.run is _convert:
@@ -149,9 +154,6 @@ def _check(parser, options):
         parser.error(f"--ranks: goes with --to sharded, not {options.to}")
     if options.max_file_size is not None and (options.to != "full" or options.dst.endswith(".safetensors")):
         parser.error("--max-file-size: goes with --to full and a folder")
-    folder = options.to == "tensorplay" and not options.dst.endswith((".pt", ".pth"))
-    if options.optimizer_ids and (options.to not in ("torch", "tensorplay") or folder):
-        parser.error("--optimizer-ids: is for files of torch.save's and tensorplay.save's (.pt)")
 
 
 # ---- list ------------------------------------------------------------------------------------------------------------
@@ -188,7 +190,9 @@ def _list(options):
 def _rows(name, item, parts):
     if item.tied_to is not None:
         return [[name, item.dtype, shape_text(item.shape), "", f"= {item.tied_to}"]]
-    lines = [[name, item.dtype, shape_text(item.shape), human(item.nbytes), "" if item.parts is None else len(item.parts)]]
+    lines = [
+        [name, item.dtype, shape_text(item.shape), human(item.nbytes), "" if item.parts is None else len(item.parts)]
+    ]
     for file, offset, length, nbytes in item.parts or () if parts else ():
         lines.append([f"  {file}", f"at {shape_text(offset)}", shape_text(length), human(nbytes), ""])
     return lines
@@ -249,7 +253,6 @@ def _convert(options):
         max_file_bytes=options.max_file_size,
         dtype=options.dtype,
         names=options.names,
-        ids=options.optimizer_ids,
         force=options.force,
         trust=options.trust,
     )

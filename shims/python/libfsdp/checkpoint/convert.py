@@ -1,5 +1,5 @@
-"""Converting a checkpoint: read, choose, write beside the target, and put that into the target's place in one step, so that
-there never is half a target, and an earlier one stays until the new one is complete.
+"""Converting a checkpoint: read, choose, write beside the target, and put that into the target's place in one step, so
+that there never is half a target, and an earlier one stays until the new one is complete.
 """
 
 import contextlib
@@ -43,9 +43,10 @@ def target_of(dst, to):
 
 
 def convert(
-    src, dst, *, to=None, ranks=1, max_file_bytes=None, dtype=None, names=(), ids=False, force=False, trust=False, stream=None
+    src, dst, *, to=None, ranks=1, max_file_bytes=None, dtype=None, names=(), force=False, trust=False, stream=None
 ):
-    """Write the checkpoint at `src`, of any kind, to `dst`. Gives (a Content of what was written, what was left out)."""
+    """Write the checkpoint at `src`, of any kind, to `dst`. Gives (a Content of what was written, what was left
+    out)."""
     dst = os.path.abspath(os.fspath(dst))
     to = target_of(dst, to)
     check_target(dst, force)
@@ -60,7 +61,7 @@ def convert(
             reading = stack.enter_context(Progress("reading", stream=stream))
             writing = Progress("writing", lambda: (_size(beside), content.nbytes), stream=stream)
             stack.enter_context(writing)
-            left_out = _write(content, beside, reading, to, ranks, max_file_bytes, ids)
+            left_out = _write(content, beside, reading, to, ranks, max_file_bytes)
         put_in_place(beside, dst)
     except FsdpError as error:  # which may name the file that is gone in a moment
         error.message = error.message.replace(beside, dst)
@@ -70,7 +71,7 @@ def convert(
     return content, [*content.left_out, *left_out]
 
 
-def _write(content, path, progress, to, ranks, max_file_bytes, ids):
+def _write(content, path, progress, to, ranks, max_file_bytes):
     from . import formats_dcp, formats_libfsdp, formats_pickle
 
     if to == "sharded":
@@ -78,12 +79,14 @@ def _write(content, path, progress, to, ranks, max_file_bytes, ids):
     if to == "full":
         return formats_libfsdp.write_full(content, path, progress, max_file_bytes)
     if to == "dcp" or (to == "tensorplay" and not path.endswith((".pt", ".pth", ".mega"))):
-        return formats_dcp.write(content, path, progress, to, ids)
-    return formats_pickle.write(content, path, progress, to, ids)
+        return formats_dcp.write(content, path, progress, to)
+    return formats_pickle.write(content, path, progress, to)
 
 
 def summary(content, dst):
-    return f"{dst}: {count(len(content.items), 'tensor')}, {human(content.nbytes)}, from {content.path} ({content.kind})"
+    return (
+        f"{dst}: {count(len(content.items), 'tensor')}, {human(content.nbytes)}, from {content.path} ({content.kind})"
+    )
 
 
 # ---- The target's place ----------------------------------------------------------------------------------------------
@@ -102,11 +105,14 @@ def check_target(dst, force):
         try:
             known = _FOREIGN[kind_of(dst)] if names else ()
         except (NotFound, FsdpError):
-            raise InvalidArgument(f"{dst}: is a folder but no checkpoint, and is not replaced; give another path") from None
+            raise InvalidArgument(
+                f"{dst}: is a folder but no checkpoint, and is not replaced; give another path"
+            ) from None
         others = [name for name in names if not name.endswith(known)]
         if others:
             raise InvalidArgument(
-                f"{dst}: holds other things beside the checkpoint ({', '.join(sorted(others)[:3])}), which would be lost; give "
+                f"{dst}: holds other things beside the checkpoint ({', '.join(sorted(others)[:3])}), which would be "
+                "lost; give "
                 "another path"
             )
     elif os.path.getsize(dst):
@@ -117,7 +123,8 @@ def check_target(dst, force):
 
 
 def put_in_place(beside, dst):
-    """Rename `beside` to `dst`. What is there is exchanged with it in one step, where the file system can, and removed."""
+    """Rename `beside` to `dst`. What is there is exchanged with it in one step, where the file system can, and
+    removed."""
     try:
         if not os.path.lexists(dst):
             os.rename(beside, dst)

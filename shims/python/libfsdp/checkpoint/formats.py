@@ -1,8 +1,8 @@
 """Checkpoints of any kind, for the command line: `open_any(path)` finds out what a path is, and gives it as a Content.
 
-A Content has libfsdp's names, whatever the file: a model's tensors under the names that the model without wrappers gives
-them, "optimizer/<key>/<parameter>", "rank/<name>", and JSON values (training.py has the meaning). Its tensors are read
-when they are wanted, where the kind of file allows it.
+A Content has libfsdp's names, whatever the file: a model's tensors under the names that the model without wrappers
+gives them, "optimizer/<key>/<parameter>", "rank/<name>", and JSON values (training.py has the meaning). Its tensors
+are read when they are wanted, where the kind of file allows it.
 """
 
 import fnmatch
@@ -11,9 +11,10 @@ import os
 import re
 from dataclasses import dataclass, field, replace
 
+from ..borrow import _describe, borrow
 from ..dtypes import TABLE
 from ..errors import Corrupt, InvalidArgument, NotFound, Unsupported
-from ..tensor import copy, from_dlpack, zeros
+from ..tensor import Tensor, _held, copy, from_dlpack, zeros
 
 OPTIMIZER, OF_RANK = "optimizer/", "rank/"
 TARGETS = {
@@ -125,7 +126,10 @@ def open_any(path, trust=False):
 
 
 def kind_of(path):
-    """"sharded", "full", "dcp", "pickle", "mega" or "ranks" (a folder of pickles), by looking. Raises NotFound."""
+    """What a path is, by looking: "sharded", "full", "dcp", "pickle", "mega" or "ranks" (a folder of pickles).
+
+    Raises NotFound, Corrupt.
+    """
     path = os.fspath(path)
     if os.path.isdir(path):
         return _kind_of_folder(path)
@@ -160,7 +164,9 @@ def _kind_of_folder(path):
     if pickles_of(path):
         return "ranks"
     if any(name.endswith(".distcp") for name in names):
-        raise Corrupt(f"{path}: has .distcp files but no .metadata: this save of torch.distributed.checkpoint never ended")
+        raise Corrupt(
+            f"{path}: has .distcp files but no .metadata: this save of torch.distributed.checkpoint never ended"
+        )
     raise NotFound(
         f"{path}: no checkpoint is there: neither manifest.json (libfsdp), a .safetensors file, .metadata "
         f"(torch.distributed.checkpoint) nor files that end in {', '.join(PICKLES)}"
@@ -185,6 +191,22 @@ def first_line(error):
 def cast(array, shape, dtype):
     """A libfsdp.Tensor of another dtype, or a copy."""
     return copy(array, zeros(shape, dtype))
+
+
+def part_of(array, offset, length):
+    """A Tensor on a part of an array: the array's own memory."""
+    head = borrow(array, "array")
+    if head.strides:
+        strides = tuple(head.strides[: head.ndim])
+    else:
+        strides = [1]
+        for extent in reversed(head.shape[1 : head.ndim]):
+            strides.insert(0, strides[0] * extent)
+    address = (head.data or 0) + head.byte_offset
+    if address:
+        address += sum(at * stride for at, stride in zip(offset, strides)) * head.dtype.bits // 8
+    view = _describe((array, head), address, head.dtype.code, head.dtype.bits, length, strides)
+    return Tensor(_held(view, view, 0))
 
 
 def bits(array):

@@ -1,8 +1,8 @@
-"""Folders of torch.distributed.checkpoint's, and of TensorPlay's package of the same name, for the command line: without a
-process group, and tensor by tensor.
+"""Folders of torch.distributed.checkpoint's, and of TensorPlay's package of the same name, for the command line:
+without a process group, and tensor by tensor.
 
-Both keep `.metadata` and plain values as pickles, which these packages' own readers run whatever they name. Here only the
-classes that belong there are made, unless the folder is trusted.
+Both keep `.metadata` and plain values as pickles, which these packages' own readers run whatever they name. Here only
+the classes that belong there are made, unless the folder is trusted.
 """
 
 import io
@@ -11,7 +11,7 @@ import pickle
 
 from ..dtypes import name_of
 from ..errors import Corrupt, FsdpError, InvalidArgument
-from .formats import Content, Item, first_line
+from .formats import Item, first_line
 from .formats_dict import content_of, value_of
 from .frameworks import framework
 
@@ -91,9 +91,7 @@ def read(path, trust):
 
     def item(name, entry):
         shape, dtype = tuple(map(int, entry.size)), entry.properties.dtype
-        return Item(
-            shape, name_of(dtype, name), lambda: read_tensor(name, shape, dtype), parts=places.get(name, [])
-        )
+        return Item(shape, name_of(dtype, name), lambda: read_tensor(name, shape, dtype), parts=places.get(name, []))
 
     nested, plain, places = {}, {}, _places(metadata)
     entries = metadata.state_dict_metadata
@@ -117,12 +115,13 @@ def _cause(error):
 
 def _unpickled(text, host, trust, path):
     try:
-        return (pickle.loads(text) if trust else _Unpickler(io.BytesIO(text), host).load())
+        return pickle.loads(text) if trust else _Unpickler(io.BytesIO(text), host).load()
     except pickle.UnpicklingError as error:
         if trust:
             raise Corrupt(f"{path}: {first_line(error)}") from error
         raise InvalidArgument(
-            f"{path}: has objects that could run code when they are read ({first_line(error)}); --trust reads them all the same"
+            f"{path}: has objects that could run code when they are read ({first_line(error)}); --trust reads them "
+            "all the same"
         ) from error
     except Exception as error:
         raise Corrupt(f"{path}: is no pickle that can be read: {first_line(error)}") from error
@@ -164,15 +163,17 @@ def _place(nested, where, value):
     here[last] = value
 
 
-def write(content, path, progress, to, ids):
+def write(content, path, progress, to):
     """A folder that the package's `load` reads, into any number of ranks. Gives what was left out."""
     host = framework("tensorplay" if to == "tensorplay" else "torch")
     dcp, left_out = host.dcp, []
     if content.of_ranks:
-        left_out.append(f"what belongs to single ranks ({', '.join(sorted({name for _, name, _ in content.of_ranks}))})")
+        left_out.append(
+            f"what belongs to single ranks ({', '.join(sorted({name for _, name, _ in content.of_ranks}))})"
+        )
     tied = [name for name, item in content.items.items() if item.tied_to is not None]
     if tied:
         left_out.append(f"that {', '.join(tied)} is tied to another tensor: its values are there once more")
-    value = host.tensors(value_of(content, left_out, ids), progress, content.nbytes)
+    value = host.tensors(value_of(content, left_out), progress, content.nbytes)
     dcp.save(value, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
     return left_out

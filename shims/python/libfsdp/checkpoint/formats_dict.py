@@ -25,8 +25,8 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def content_of(value, path, kind, ties={}):
-    """The Content of a nested value. ties: {name: name it is tied to}, where the tensors don't tell. Raises InvalidArgument
-    for what has no tensors."""
+    """The Content of a nested value. ties: {name: name it is tied to}, where the tensors don't tell. Raises
+    InvalidArgument for what has no tensors."""
     content = Content(path, kind)
     if not isinstance(value, dict):
         raise InvalidArgument(f"{path}: holds a {type(value).__name__}, not a state dict")
@@ -103,7 +103,8 @@ def _add_model(content, model, ties):
     local = next((name for name in names.values() if name.rpartition(".")[2] in ("flat_param", "_flat_param")), None)
     if local is not None:
         raise Unsupported(
-            f"{content.path}: {local!r} is a flat parameter: a local state dict of FSDP's, of which nothing tells the tensors; "
+            f"{content.path}: {local!r} is a flat parameter: a local state dict of FSDP's, of which nothing tells "
+            "the tensors; "
             "save a full or a sharded one"
         )
     if len(set(names.values())) < len(names):
@@ -141,7 +142,9 @@ def _unflat(optimizer):
 
 def _add_optimizer(content, optimizer):
     states = {str(key): value for key, value in (optimizer.get("state") or {}).items() if isinstance(value, dict)}
-    groups = [group | {"params": list(map(str, group.get("params", ())))} for group in optimizer.get("param_groups") or []]
+    groups = [
+        group | {"params": list(map(str, group.get("params", ())))} for group in optimizer.get("param_groups") or []
+    ]
     names = _names_of(content, states, groups)
     result = {"type": None, "groups": [], "numbers": {}}
     for group in groups:
@@ -184,8 +187,10 @@ def _names_of(content, states, groups):
     model = [name for name, item in content.items.items() if item.tied_to is None and not name.startswith(OPTIMIZER)]
     if not model:
         raise InvalidArgument(
-            f"{content.path}: its optimizer knows parameters by their numbers, and there is no model to tell their names: "
-            "save both in one file, or the optimizer with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
+            f"{content.path}: its optimizer knows parameters by their numbers, and there is no model to tell their "
+            "names: "
+            "save both in one file, or the optimizer with "
+            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
         )
     parameters = model
     if len(parameters) != len(keys):
@@ -199,7 +204,8 @@ def _names_of(content, states, groups):
                 fits = fits and item.shape == whole
     if not fits:
         raise InvalidArgument(
-            f"{content.path}: its optimizer knows {len(keys)} parameters by their numbers, which don't tell which of the "
+            f"{content.path}: its optimizer knows {len(keys)} parameters by their numbers, which don't tell which of "
+            "the "
             f"model's {len(model)} tensors they are: save it with torch.distributed.checkpoint.state_dict."
             "get_optimizer_state_dict, or make the optimizer with model.named_parameters()"
         )
@@ -209,9 +215,10 @@ def _names_of(content, states, groups):
 # ---- Flat to nested --------------------------------------------------------------------------------------------------
 
 
-def value_of(content, left_out, ids=False):
-    """The nested value of a Content, with Items for tensors and Scalars for numbers that are tensors to optimizers; what it
-    has no place for is added to `left_out`, in words. ids: the optimizer's parameters by their numbers."""
+def value_of(content, left_out):
+    """The nested value of a Content, with Items for tensors and Scalars for numbers that are tensors to optimizers;
+    what it has no place for is added to `left_out`, in words. An optimizer's parameters go by their names, which its
+    own `load_state_dict` takes as well as numbers: only their order counts there."""
     model = {name: item for name, item in content.items.items() if not name.startswith(OPTIMIZER)}
     json = dict(content.json)
     optimizer = json.pop("optimizer", None)
@@ -219,7 +226,7 @@ def value_of(content, left_out, ids=False):
         return model
     value = {MODEL: model}
     if optimizer is not None:
-        value[OPTIM] = _optimizer_of(content, optimizer, ids)
+        value[OPTIM] = _optimizer_of(content, optimizer)
         if optimizer.get("type"):
             left_out.append(f"the optimizer's type ({optimizer['type']})")
     for key, item in json.items():
@@ -230,7 +237,7 @@ def value_of(content, left_out, ids=False):
     return value
 
 
-def _optimizer_of(content, optimizer, ids):
+def _optimizer_of(content, optimizer):
     states = {}
     for name, values in optimizer["numbers"].items():
         states[name] = {key: _scalar(key, value) for key, value in values.items()}
@@ -238,16 +245,15 @@ def _optimizer_of(content, optimizer, ids):
         if name.startswith(OPTIMIZER):
             key, _, param = name[len(OPTIMIZER) :].partition("/")
             states.setdefault(param, {})[key] = item
-    order = [name for group in optimizer["groups"] for name in group["params"]]
-    key_of = {name: index if ids else name for index, name in enumerate(order)}
+    order = dict.fromkeys(name for group in optimizer["groups"] for name in group["params"])
     groups = []
     for group in optimizer["groups"]:
         options = {key: _tuples(decode(value)) for key, value in group.items() if key != "params"}
-        groups.append(options | {"params": [key_of[name] for name in group["params"]]})
-    lost = [name for name in states if name not in key_of]
+        groups.append(options | {"params": group["params"]})
+    lost = [name for name in states if name not in order]
     if lost:
         raise InvalidArgument(f"{content.path}: the optimizer's state has {lost[0]!r}, which is in none of its groups")
-    return {"state": {key_of[name]: states[name] for name in order if name in states}, "param_groups": groups}
+    return {"state": {name: states[name] for name in order if name in states}, "param_groups": groups}
 
 
 def _scalar(key, value):

@@ -1,20 +1,18 @@
-"""libfsdp's own checkpoints and safetensors files, for the command line: read lazily, and written by one rank or by many,
-each of which is a thread here with its part of the tensors: views, so nothing is copied.
+"""libfsdp's own checkpoints and safetensors files, for the command line: read lazily, and written by one rank or by
+many, each of which is a thread here with its part of the tensors: views, so nothing is copied.
 """
 
 import os
 import tempfile
 import threading
 
-from .. import abi
-from ..borrow import _describe, borrow
 from ..errors import Aborted, Corrupt, PeerLost
 from ..group import Group
 from ..state import StateDict
 from ..store import Store
-from ..tensor import Tensor, _held, shard_extent
+from ..tensor import shard_extent
 from .files import Checkpoint, write
-from .formats import Content, Item, first_line
+from .formats import Content, Item, first_line, part_of
 from .table import count
 
 _DAY_S = 86400  # ranks write at different speeds, and none can die alone
@@ -95,7 +93,9 @@ def write_sharded(content, path, progress, ranks):
 
 def _ranks_left_out(content, why=""):
     names = sorted({name for _, name, _ in content.of_ranks})
-    return [f"what belongs to single ranks ({', '.join(names)}, of {count(content.ranks, 'rank')}{why})"] if names else []
+    return (
+        [f"what belongs to single ranks ({', '.join(names)}, of {count(content.ranks, 'rank')}{why})"] if names else []
+    )
 
 
 def _arrays(content, progress):
@@ -121,31 +121,14 @@ def _state(content, rank, ranks, arrays, own):
             state.add(name, arrays[name], copies=ranks, copy=rank, read_only=True)
         else:
             start, rows = shard_extent(item.shape[0], rank, ranks)
-            part = rows_of(arrays[name], start, rows)
             offset = (start,) + (0,) * (len(item.shape) - 1)
+            part = part_of(arrays[name], offset, (rows, *item.shape[1:]))
             state.add(name, part, shape=item.shape, offset=offset, read_only=True)
     for name, array in own.items():
         state.add(name, array, of_rank=True, read_only=True)
     for name, value in content.json.items():
         state.set_json(name, value)
     return state
-
-
-def rows_of(array, start, rows):
-    """A Tensor, for reading, of some rows of an array: its own memory."""
-    head = borrow(array, "array")
-    shape = (rows, *head.shape[1 : head.ndim])
-    if head.strides:
-        strides = tuple(head.strides[: head.ndim])
-    else:
-        strides = (1,)
-        for extent in reversed(shape[1:]):
-            strides = (strides[0] * extent, *strides)
-    address = (head.data or 0) + head.byte_offset
-    if address:
-        address += start * strides[0] * head.dtype.bits // 8
-    view = _describe((array, head), address, head.dtype.code, head.dtype.bits, shape, strides)
-    return Tensor(_held(view, view, abi.DLPACK_FLAG_BITMASK_READ_ONLY))
 
 
 def _write_as_ranks(path, states):

@@ -1,17 +1,14 @@
-"""Files of torch.save's and tensorplay.save's, for the command line: one whole state dict, or a folder of one file for each
-rank, whose DTensors or ShardedTensors are put together. Nothing in a file is run unless it is trusted.
+"""Files of torch.save's and tensorplay.save's, for the command line: one whole state dict, or a folder of one file for
+each rank, whose DTensors or ShardedTensors are put together. Nothing in a file is run unless it is trusted.
 """
 
 import math
 import os
 import zipfile
 
-from .. import abi
-from ..borrow import _describe
-from ..dtypes import TABLE
 from ..errors import InvalidArgument
-from ..tensor import Tensor, _held, copy, zeros
-from .formats import Content, Item, pickles_of, same_bits
+from ..tensor import copy, zeros
+from .formats import Content, Item, part_of, pickles_of, same_bits
 from .formats_dict import content_of, value_of
 from .frameworks import framework, sync_file
 from .table import count
@@ -104,10 +101,14 @@ def _merged(path, contents):
             first = result.items[name]
             if first.tied_to is not None or item.tied_to is not None:
                 continue
-            if (item.shape, item.dtype) != (first.shape, first.dtype) or (item.pieces is None) != (first.pieces is None):
+            if (item.shape, item.dtype) != (first.shape, first.dtype) or (item.pieces is None) != (
+                first.pieces is None
+            ):
                 raise InvalidArgument(
-                    f"{content.path}: {name} is a {item.dtype} of shape {list(item.shape)}, and in {first_of[name].path} a "
-                    f"{first.dtype} of shape {list(first.shape)}: nothing says how these are parts of one tensor; save with "
+                    f"{content.path}: {name} is a {item.dtype} of shape {list(item.shape)}, and in "
+                    f"{first_of[name].path} a "
+                    f"{first.dtype} of shape {list(first.shape)}: nothing says how these are parts of one tensor; "
+                    "save with "
                     "libfsdp.checkpoint or torch.distributed.checkpoint"
                 )
             if item.pieces is not None:
@@ -121,8 +122,10 @@ def _merged(path, contents):
         result.left_out += [text for text in content.left_out if text not in result.left_out]
     if differ and not parts:
         raise InvalidArgument(
-            f"{path}: {differ[0]} differs between its files, and nothing says that it is a part of a tensor: these are local "
-            "state dicts, which have a meaning on their ranks only; save with libfsdp.checkpoint or torch.distributed.checkpoint"
+            f"{path}: {differ[0]} differs between its files, and nothing says that it is a part of a tensor: these "
+            "are local "
+            "state dicts, which have a meaning on their ranks only; save with libfsdp.checkpoint or "
+            "torch.distributed.checkpoint"
         )
     if differ:  # buffers: each rank has its own
         result.left_out.append(f"what other ranks than the first have in {', '.join(differ)}, which differs")
@@ -141,31 +144,23 @@ def _whole(path, name, item, files):
         raise InvalidArgument(
             f"{path}: {name} has parts of {list(item.shape)} only; give the folder with the files of all ranks"
             if files == 1
-            else f"{path}: the parts of {name} in its {files} files don't make up {list(item.shape)}: is a rank's file missing?"
+            else f"{path}: the parts of {name} in its {files} files don't make up {list(item.shape)}: is a rank's "
+                 "file missing?"
         )
 
     def read():
         whole = zeros(item.shape, item.dtype)
         for (offset, length), array in pieces.items():
-            copy(array, _part_of(whole, offset, length))
+            copy(array, part_of(whole, offset, length))
         return whole
 
     return Item(item.shape, item.dtype, read)
 
 
-def _part_of(whole, offset, length):
-    """A Tensor on a part of a Tensor's memory."""
-    strides = whole.strides
-    code, bits, _ = TABLE[whole.dtype]
-    address = whole.data_ptr + sum(at * stride for at, stride in zip(offset, strides)) * bits // 8
-    view = _describe(whole, address, code, bits, length, strides)
-    return Tensor(_held(view, view, 0))
-
-
 # ---- Writing ---------------------------------------------------------------------------------------------------------
 
 
-def write(content, path, progress, to, ids):
+def write(content, path, progress, to):
     """A file that torch.load and tensorplay.load read. Gives what was left out."""
     hosts = ("tensorplay", "torch") if to == "tensorplay" else ("torch", "tensorplay")
     if path.endswith(".mega"):
@@ -173,7 +168,7 @@ def write(content, path, progress, to, ids):
     host = framework(*hosts)
     left_out = [f"what belongs to single ranks ({', '.join(sorted({name for _, name, _ in content.of_ranks}))})"]
     left_out = left_out if content.of_ranks else []
-    value = host.tensors(value_of(content, left_out, ids), progress, content.nbytes)
+    value = host.tensors(value_of(content, left_out), progress, content.nbytes)
     host.save(value, path)
     sync_file(path)
     return left_out

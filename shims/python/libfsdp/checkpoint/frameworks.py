@@ -43,8 +43,8 @@ class Framework:
         return isinstance(value, self.module.Tensor)
 
     def items(self, value, path):
-        """`value`, nested, with Items for its tensors; tensors that are one and the same give one Item, and Items tied to
-        it, within a dict."""
+        """`value`, nested, with Items for its tensors; tensors that are one and the same give one Item, and Items tied
+        to it, within a dict."""
         if self.is_tensor(value):
             return self.item(value, path)
         if isinstance(value, dict):
@@ -95,7 +95,9 @@ class Torch(Framework):
 
     def __init__(self):
         super().__init__()
-        logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # about meshes without groups: there are none here
+        logging.getLogger("torch.distributed").setLevel(
+            logging.ERROR
+        )  # about meshes without groups: there are none here
 
     def load(self, file, trust=False, mmap=False):
         import torch.distributed.tensor  # which says that its own classes are safe to unpickle
@@ -108,7 +110,8 @@ class Torch(Framework):
             if trust:
                 raise Corrupt(f"{_file(file)}: {first_line(error)}") from error
             raise InvalidArgument(
-                f"{_file(file)}: has objects that could run code when they are read ({_named(error)}); --trust reads them all "
+                f"{_file(file)}: has objects that could run code when they are read ({_named(error)}); --trust reads "
+                "them all "
                 "the same"
             ) from error
         except (EOFError, RuntimeError, ValueError, KeyError, AttributeError, TypeError) as error:
@@ -134,7 +137,9 @@ class Torch(Framework):
         if hasattr(tensor, "placements") and hasattr(tensor, "device_mesh"):
             return _of_dtensor(tensor, name)
         if tensor.layout is not self.module.strided or tensor.is_quantized:
-            raise Unsupported(f"{name}: a {tensor.layout} or quantized tensor has no form in a checkpoint; make it dense")
+            raise Unsupported(
+                f"{name}: a {tensor.layout} or quantized tensor has no form in a checkpoint; make it dense"
+            )
         item = super().item(tensor.detach().resolve_conj().resolve_neg(), name)
         item.local = True
         return item
@@ -227,7 +232,9 @@ def _of_dtensor(tensor, name):
         if kind == "Replicate":
             continue
         if kind != "Shard" or place is None:
-            raise Unsupported(f"{name}: lies as {placement!r}; save it with torch.distributed.checkpoint, and convert that")
+            raise Unsupported(
+                f"{name}: lies as {placement!r}; save it with torch.distributed.checkpoint, and convert that"
+            )
         cut = placement.dim
         chunk = -(-length[cut] // mesh.size(dim))
         begin = min(chunk * place[dim], length[cut])
@@ -235,7 +242,8 @@ def _of_dtensor(tensor, name):
         length[cut] = min(chunk, length[cut] - begin)
     if tuple(local.shape) != tuple(length):
         raise Unsupported(
-            f"{name}: a part of shape {list(local.shape)} where {length} was due; save it with torch.distributed.checkpoint, and "
+            f"{name}: a part of shape {list(local.shape)} where {length} was due; save it with "
+            "torch.distributed.checkpoint, and "
             "convert that"
         )
     return Item(shape, name_of(tensor.dtype, name), None, pieces=[(tuple(offset), local)])
