@@ -370,6 +370,21 @@ def test_killed_at_any_time_there_is_no_half_target(tmp_path):
             break
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_conversion_leaves_nothing(tmp_path, number):
+    save(tmp_path / "one", {f"x{i}": np.full((512, 1024), i, np.float32) for i in range(64)}, {}, ties=False)
+    command = [sys.executable, "-m", "libfsdp.checkpoint", "convert", "one", "out", "--to", "sharded", "--ranks", "3"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 20
+        while not list(tmp_path.glob(".converting-*/*")) and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.001)
+        process.send_signal(number)
+        err = process.communicate(timeout=20)[1]
+    if process.returncode:  # else it was quicker
+        assert process.returncode == 2 and err == "libfsdp.checkpoint: interrupted; nothing was changed\n"
+        assert os.listdir(tmp_path) == ["one"]
+
+
 # ---- The command line itself -----------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ done.
 
 import argparse
 import json
+import signal
 import sys
 import warnings
 
@@ -262,5 +263,10 @@ def _convert(options):
     return 0
 
 
+def _ended(number, frame):
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _ended)  # so that what was begun is removed then, too
     sys.exit(main())
