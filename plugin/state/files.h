@@ -19,6 +19,11 @@
 #define INDEX_NAME "model.safetensors.index.json"
 #define MODEL_NAME "model.safetensors"
 
+static inline int64_t blocks_of(int64_t bytes)
+{
+    return bytes / FILE_BLOCK + (bytes % FILE_BLOCK != 0);
+}
+
 /* ---- text.c: JSON written, JSON read */
 
 struct text {

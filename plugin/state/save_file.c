@@ -13,11 +13,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-static int64_t blocks_of(int64_t bytes)
-{
-    return bytes / FILE_BLOCK + (bytes % FILE_BLOCK != 0);
-}
-
 /* Larger elements first, so that all are aligned; else in the order of the dict. */
 static int by_layout(const void *a, const void *b)
 {

@@ -1,10 +1,12 @@
 /* State dicts and checkpoints: what the rest of the library sees of them, and their own files share.
  *
- *   dict.c         the container                        safetensors.c  one file: its header, read and written
- *   load.c         names and parts against each other   manifest.c     what makes several files a checkpoint
- *   gather.c       parts to whole tensors               checkpoint.c   open, read, verify
- *   model_state.c  a model's parameters as a dict       save.c         writing one, with all ranks
- *   box.c          parts of tensors                     save_file.c    writing one file, with its checksums
+ *   dict.c             the container                  model_state.c  a model's parameters as a dict
+ *   load.c             names and parts, compared      gather.c       parts to whole tensors
+ *   box.c              parts of tensors               safetensors.c  the header of one file, checked
+ *   manifest.c         what says which files make     text.c         JSON in and out
+ *                      up a checkpoint                save.c         writing one, with all ranks: save_plan.c says what,
+ *   checkpoint_open.c  headers brought together                      save_folder.c where, save_file.c writes one file
+ *   checkpoint.c       one that is open, read         block_sum*.c   checksums
  *
  * Ownership: a dict has the managed tensors that it was given, and hands out handles that keep them. A checkpoint has
  * its folder and files open. A save holds what it writes: the dict, or copies of its parts, and a group.
