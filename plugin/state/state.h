@@ -4,7 +4,7 @@
  *   load.c             names and parts, compared      gather.c       parts to whole tensors
  *   box.c              parts of tensors               safetensors.c  the header of one file, checked
  *   manifest.c         what says which files make     text.c         JSON in and out
- *                      up a checkpoint                save.c         writing one, with all ranks: save_plan.c says what,
+ *                      up a checkpoint                save.c         writing one, by all ranks: save_plan.c says what,
  *   checkpoint_open.c  headers brought together                      save_folder.c where, save_file.c writes one file
  *   checkpoint.c       one that is open, read         block_sum*.c   checksums
  *
