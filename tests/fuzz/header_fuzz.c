@@ -1,5 +1,5 @@
-/* The header of a safetensors file, and what this library says in it, made by libFuzzer. The first two bytes of the input
- * say how much data the file has behind the header; the rest is the header. What is taken must be sound. */
+/* The header of a safetensors file, and what this library says in it, made by libFuzzer. The first two bytes of the
+ * input say how much data the file has behind the header; the rest is the header. What is taken must be sound. */
 #include "state/files.h"
 
 #include <stdlib.h>
