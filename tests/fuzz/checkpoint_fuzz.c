@@ -1,8 +1,9 @@
 /* A whole checkpoint made by libFuzzer, opened and read. An input has four parts, split by lines of "--":
  *
- *   S, F or I   a sharded one, one file, or an index of ours; A: an index of anybody's   top         the manifest, or
- * `fsdp` in the index, without the sum and what follows it   fsdp        of the file's metadata, as well without;
- * empty: a foreign file   tensors     the header's: "name":{"dtype":..}, ..; or, of A, the weight_map's entries
+ *   S, F or I   a sharded one, one file, or an index of ours; A: an index of anybody's
+ *   top         the manifest, or `fsdp` in the index, without the sum and what follows it
+ *   fsdp        of the file's metadata, as well without; empty: a foreign file
+ *   tensors     the header's: "name":{"dtype":..}, ..; or, of A, the weight_map's entries
  *
  * Sums, the file's length and the sum of its header (@ and # in `top`) are put in here, since no fuzzer finds those.
  * The file has 64 bytes of data. */
