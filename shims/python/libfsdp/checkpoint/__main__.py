@@ -60,7 +60,9 @@ def main(arguments=None):
         return _fail(error, 1)
     except KeyboardInterrupt:
         return _fail("interrupted; nothing was changed", 2)
-    except (FsdpError, OSError, abi.LibraryNotFound) as error:
+    except abi.LibraryNotFound as error:
+        return _fail(" ".join(str(error).split()), 2)
+    except (FsdpError, OSError) as error:
         return _fail(error, 2)
     except Exception as error:  # of a framework, for a file of which it makes nothing
         return _fail(f"{type(error).__name__}: {formats.first_line(error)}", 2)

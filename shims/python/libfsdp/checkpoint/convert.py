@@ -55,7 +55,8 @@ def convert(
     if not content.items and not content.json:
         raise InvalidArgument(f"{src}: has no tensors")
     os.makedirs(os.path.dirname(dst), exist_ok=True)
-    beside = os.path.join(os.path.dirname(dst), f".converting-{os.getpid()}-{os.path.basename(dst)}")
+    mark = f".converting-{os.getpid()}-"
+    beside = os.path.join(os.path.dirname(dst), mark + os.path.basename(dst))
     try:
         with contextlib.ExitStack() as stack:
             reading = stack.enter_context(Progress("reading", stream=stream))
@@ -64,7 +65,7 @@ def convert(
             left_out = _write(content, beside, reading, to, ranks, max_file_bytes)
         put_in_place(beside, dst)
     except FsdpError as error:  # which may name the file that is gone in a moment
-        error.message = error.message.replace(beside, dst)
+        error.message = error.message.replace(mark, "")
         raise
     finally:
         _remove(beside)
