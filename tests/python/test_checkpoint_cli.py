@@ -432,14 +432,17 @@ def test_the_program_itself(tmp_path):
 
 def test_files_are_called_by_their_targets_names(tmp_path):
     save(tmp_path / "one", {"x": np.ones(100_000, np.float32)}, {}, ties=False)
-    command = ["sh", "-c", f"ulimit -f 10; exec {sys.executable} -m libfsdp.checkpoint convert one out.safetensors"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=30, check=False)
+    script = f"ulimit -f 10; exec {sys.executable} -m libfsdp.checkpoint convert one out.safetensors"
+    options = {"cwd": tmp_path, "env": environment(), "capture_output": True, "text": True, "timeout": 30}
+    done = subprocess.run(["sh", "-c", script], check=False, **options)
     assert done.returncode == 2 and "out.safetensors" in done.stderr and ".converting" not in done.stderr
     assert len(done.stderr.splitlines()) == 1 and os.listdir(tmp_path) == ["one"]
 
 
 def test_without_the_library(tmp_path):
-    done = run_python("-m", "libfsdp.checkpoint", "list", tmp_path, env=environment(FSDP_LIBRARY="/nowhere"))
+    (tmp_path / "x.safetensors").write_bytes(b"")
+    command = ("-m", "libfsdp.checkpoint", "list", tmp_path / "x.safetensors")
+    done = run_python(*command, env=environment(FSDP_LIBRARY="/nowhere"))
     assert done.returncode == 2 and "/nowhere" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
