@@ -458,7 +458,9 @@ static int64_t cut(const struct state_layout *layout, int64_t index, int32_t cop
     return sum;
 }
 
-/* Whether the first copies, one after the other, are the whole as it lies. */
+/* Whether the first copies, one after the other, are the whole as it lies: each begins where those before it end. That
+ * will do, as they make up the whole: the first element that a part passed over would be in no part that begins there
+ * or before. */
 static int lies_in_order(const struct state_layout *layout, int64_t index)
 {
     const struct box *whole = &layout->dict->entries[index]->whole;
@@ -468,10 +470,7 @@ static int lies_in_order(const struct state_layout *layout, int64_t index)
         part_of(layout, r, index, &part);
         int64_t count = box_count(&part.box), row = 1, at = 0;
         if (part.copy || !count) continue;
-        int cut_before = 0; /* a dimension further in has not all */
         for (int32_t d = whole->ndim - 1; d >= 0; d--) {
-            if (cut_before && part.box.size[d] > 1) return 0;
-            if (part.box.size[d] != whole->size[d]) cut_before = 1;
             at += part.box.at[d] * row;
             row *= whole->size[d];
         }
