@@ -75,6 +75,9 @@ class Zygote:
         if not self.ready:
             warnings.warn(f"ranks are started one by one: {program.name} can't be forked ({threads} threads)")
 
+    def lost(self):
+        return self.ready and self._process.poll() is not None
+
     def _answer(self, timeout):
         """The number that it sends next; None after the timeout."""
         self._socket.settimeout(timeout)
@@ -151,7 +154,7 @@ def hosted(request, tmp_path, zygotes):
         """What starts a job: run_python, or a Zygote that was started in this environment."""
         if fresh or all_fresh or launcher[1] != "libfsdp.run":
             return lambda arguments, timeout: run_python(*launcher, *arguments, timeout=timeout)
-        if program not in zygotes:
+        if program not in zygotes or zygotes[program].lost():
             zygotes[program] = Zygote(program)
         zygote = zygotes[program]
         if not zygote.ready or zygote.environment != _start_environment():

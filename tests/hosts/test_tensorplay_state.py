@@ -1,6 +1,8 @@
 """Whole and sharded state of models and optimizers in TensorPlay: fully_shard and the classic wrapper. The oracle is
 one process with the whole batch, as TensorPlay's own versions give shards for whole dicts and lose optimizer state."""
 
+import contextlib
+import ctypes
 import pickle
 
 import pytest
@@ -480,6 +482,53 @@ def wrappers(job):
     classic(job)
     if job.size > 1:
         cases(job)
+
+
+# ---- Memory ----------------------------------------------------------------------------------------------------------
+
+
+def peak(job):
+    """Whole dicts are put together one tensor at a time: a rank that gets none needs memory for one."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back, so that it can be seen
+    width, layers = 512, 12
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = tp.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(tp.ones(1, width)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    spread = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    one = width * width * 4 / 2**20
+    with measured() as grown:
+        state, entries = get_state_dict(model, optimizer, options=options)
+    if job.rank:
+        assert state == {} and entries == {} and grown() < 4 * one, (grown(), one)
+    with measured() as grown:
+        set_model_state_dict(model, state, options=spread)
+    if job.rank:
+        assert grown() < (layers / job.size + 3) * one, (grown(), one)
+
+
+@contextlib.contextmanager
+def measured():
+    """Gives a function for by how much memory has grown at most inside, in MiB."""
+
+    def status(name):
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) / 1024 for line in file if line.startswith(name))
+
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before, most = status("VmRSS"), []
+    yield lambda: most[0]
+    most.append(status("VmHWM") - before)
+
+
+def test_peak_of_memory(hosted):
+    hosted(2, peak, fresh=True)
 
 
 # ---- A break between -------------------------------------------------------------------------------------------------
