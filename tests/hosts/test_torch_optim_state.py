@@ -334,6 +334,14 @@ def misuse(job):
             del optimizer.state[model.blocks[0].up.weight]
         with raises(ValueError, "is there on ranks [0] but not on 1, which holds a part of it"):
             FSDP.optim_state_dict(model, optimizer)
+    # optimizers that know names have them with wrappers, dicts without
+    model = ours()
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.01)
+    go(model, optimizer, rank, size, 0, 1)
+    full = FSDP.optim_state_dict(model, optimizer)
+    assert full["param_groups"][0]["param_names"] == full["param_groups"][0]["params"] == list(full["state"])
+    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, full))
+    assert optimizer.param_groups[0]["param_names"] == [name for name, _ in model.named_parameters()]
     # states of other kinds: what is alike on all ranks stands for itself
     model = ours()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

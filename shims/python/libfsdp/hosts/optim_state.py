@@ -142,10 +142,11 @@ def saved(host, model, optim, entries, kind, rank0_only=False, optim_input=None,
     result = {"state": {name: _nested(states[name]) for name in order if name in states}}
     result["state"].update(copied(host, others) if kind == FULL else others)
     if "param_groups" in entries:
-        result["param_groups"] = [
-            {**_settings(host, each), "params": [key_names[key] for key in each["params"]]}
-            for each in entries["param_groups"]
-        ]
+        result["param_groups"] = []
+        for each in entries["param_groups"]:
+            names = [key_names[key] for key in each["params"]]
+            named = {"param_names": list(names)} if "param_names" in each else {}
+            result["param_groups"].append({**_settings(host, each), **named, "params": names})
     return result
 
 
