@@ -1,7 +1,10 @@
 """Optimizer state of libfsdp.torch.FullyShardedDataParallel beside torch's own and beside one process: the forms that
 the classic API and torch's checkpoint functions have, loaded with another wrapping or another number of ranks."""
 
+import contextlib
 import copy
+import ctypes
+import gc
 import warnings
 
 import pytest
@@ -457,6 +460,51 @@ def resume(job, path):
 def compare(saved, got, size):
     assert max(abs(a - b) for a, b in zip(got, saved["further"])) < 1e-6, (got, saved["further"])
     assert size != saved["size"] or got == saved["further"], (got, saved["further"])
+
+
+# ---- Memory ----------------------------------------------------------------------------------------------------------
+
+
+def peak(job):
+    """Whole dicts are put together one tensor at a time: a rank that gets none needs memory for one."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back, so that it can be seen
+    width, layers = 512, 12
+    net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    model = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, width)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    one = width * width * 4 / 2**20
+    with full_type(FSDP, model, rank0_only=True):
+        with measured() as grown:
+            entries = FSDP.optim_state_dict(model, optimizer)
+        if job.rank:
+            assert entries == {} and grown() < 4 * one, (grown(), one)
+        with measured() as grown:
+            FSDP.optim_state_dict_to_load(model, optimizer, entries)
+        if job.rank:
+            assert grown() < (layers / job.size + 3) * one, (grown(), one)
+
+
+@contextlib.contextmanager
+def measured():
+    """Gives a function for by how much memory has grown at most inside, in MiB."""
+
+    def status(name):
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) / 1024 for line in file if line.startswith(name))
+
+    gc.collect()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before, most = status("VmRSS"), []
+    yield lambda: most[0]
+    most.append(status("VmHWM") - before)
+
+
+def test_peak_of_memory(hosted):
+    hosted(2, peak, fresh=True)
 
 
 # ---- Cases of others ------------------------------------------------------------------------------------------------
