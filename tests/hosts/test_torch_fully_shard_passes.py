@@ -53,6 +53,21 @@ def passes(job):
             assert (model[0]._get_fsdp_state().unit.info().replicated_bytes > 0) == (i == 2)
             plain(x[i]).square().sum().backward()
         close_gradients(model, plain, n)
+    # Reduced when the program says so, after the passes.
+    model, plain = sharded(), network()
+    for sync in (False, True):
+        model.zero_grad(), plain.zero_grad()
+        model.set_manual_backward_finalization(True)
+        for i in range(2):
+            model.set_requires_gradient_sync(sync)
+            model(x[i][mine]).square().sum().backward()
+            plain(x[i]).square().sum().backward()
+        assert sync or all(p.grad is None for p in model.parameters())
+        model.set_requires_gradient_sync(True)
+        model.finalize_backward()
+        model.set_manual_backward_finalization(False)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        close_gradients(model, plain, n)
     # Parameters stay full between micro-batches when they are told to.
     model, plain = sharded(), network()
     model.set_reshard_after_backward(False)

@@ -223,12 +223,17 @@ class Iteration:
             if state.unit is not None:
                 state.backward.settle_gradients()
 
-    def reduce_accumulated(self):
-        """Outside of a backward: what backwards without sync have accumulated."""
-        self._begin_backward(False)
-        for state in self.states:
-            state.backward.ran_forward = True  # so that all are reduced
-        self.finish()
+    def finalize(self):
+        """Outside of a backward: reduce what backwards without sync have accumulated, and shard everything."""
+        last, self.is_last_backward = self.is_last_backward, True
+        try:
+            self._begin_backward(False)
+            if any(state.backward.unsynced for state in self.states):
+                for state in self.states:
+                    state.backward.ran_forward = True  # so that all are reduced
+            self.finish()
+        finally:
+            self.is_last_backward = last
 
     def finish(self):
         """The backward is over."""

@@ -38,7 +38,30 @@ __all__ = [
 
 
 class FSDPModule(ShardedModule, _TorchModule):
-    """What a module's class also is after fully_shard. See libfsdp.hosts.api for the methods."""
+    """What a module's class also is after fully_shard. See libfsdp.hosts.api for the methods; those here torch 2.15 has."""
+
+    def set_manual_backward_finalization(self, enabled):
+        """Whether backward passes leave their end to finalize_backward: then parameters that were told to stay full
+        (set_reshard_after_backward) stay so until it. On the outermost module."""
+        state = self._get_fsdp_state()
+        if state.iteration is not None and not state.is_root:
+            raise RuntimeError("set_manual_backward_finalization must be called on the root FSDP module")
+        state.set_is_last_backward(not enabled)
+
+    def finalize_backward(self, *, async_op=False):
+        """After the backward passes of an iteration: reduce what they have accumulated without sync, which is on again,
+        and shard all parameters. On the outermost module; collective. With async_op a handle with wait(): of what is
+        done already."""
+        iteration = self._get_fsdp_state().iteration
+        if iteration is not None:
+            if iteration.root is not self._get_fsdp_state():
+                raise RuntimeError("finalize_backward must be called on the root FSDP module")
+            iteration.finalize()
+        return torch.distributed.fsdp.GradientReductionHandle() if async_op else None
+
+    def set_keep_unsharded_storage(self, keep, *, recurse=True):
+        """Without effect: full parameters always have the same addresses."""
+        self._states(recurse)
 
 
 def fully_shard(
@@ -92,12 +115,14 @@ def fully_shard(
     )
     for each in [module] if isinstance(module, HOST.Module) else module:
         each.__dict__.setdefault(STATE_KEY, {})[_torch_fully_shard.__wrapped__] = _StageState(each)
+        if state_of(each) is not None:
+            state_of(each)._comm_ctx = object()  # by which torch's schedules see whether stages share communication
     return module
 
 
 class _StageState:
-    """What a pipeline stage of torch finds as the state of torch's own fully_shard. A stage lets all micro-batches
-    accumulate without sync, and calls this after the last one."""
+    """What a pipeline stage of torch before 2.15 finds as the state of torch's own fully_shard. A stage lets all
+    micro-batches accumulate without sync, and calls this after the last one."""
 
     all_states = ()  # those whose reduction the stage would begin one by one
 
@@ -106,7 +131,7 @@ class _StageState:
 
     def _root_post_backward_final_callback(self):
         if self._state is not None and self._state.iteration is not None:
-            self._state.iteration.reduce_accumulated()
+            self._state.iteration.finalize()
 
 
 fully_shard.state = state_of

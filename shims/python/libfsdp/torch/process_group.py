@@ -23,6 +23,7 @@ class ProcessGroup(Operations, Names, dist.ProcessGroup):
     """A group of the backend "fsdp". Made by init_process_group, new_group and init_device_mesh."""
 
     backend = "fsdp"
+    _is_part = False  # made by split_group, and so not by torch
 
     def __init__(self, options, backend_options=None):
         """options: what torch hands to a backend's creator (store, group_rank, group_size, timeout, group_id)."""
@@ -70,11 +71,12 @@ class ProcessGroup(Operations, Names, dist.ProcessGroup):
     def get_group_store(self):
         return self._torch_store
 
-    if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < (2, 15):
-        # Later ones ask each device that is named here for a C++ backend; 2.11 looks for "cpu" before an async_save.
-        @property
-        def _device_types(self):
-            return [torch.device("cpu")]
+    @property
+    def _device_types(self):
+        """What torch's checkpoints look at. Nothing while torch makes the group: 2.15 attaches a recorder in C++ then to
+        one that names devices, which needs what a class of Python's does not have."""
+        made = self._is_part or self in dist.distributed_c10d._world.pg_map
+        return [torch.device("cpu")] if made else []
 
     def _get_backend(self, device):
         if torch.device(device).type != "cpu":
@@ -133,6 +135,7 @@ class ProcessGroup(Operations, Names, dist.ProcessGroup):
         dist.ProcessGroup.__init__(part, group.rank, group.size)
         part._take(group, self._torch_store, group_name or group.name)
         part._description = group_desc or "undefined"
+        part._is_part = True
         return part
 
     splitGroup = split_group
