@@ -1,5 +1,5 @@
-"""Optimizer state of libfsdp.torch.FullyShardedDataParallel in torch's checkpoint functions, above tensor parallelism and
-in named optimizers; what others got wrong: ranks without data, states that are missing, buffers' dtypes."""
+"""Optimizer state of libfsdp.torch.FullyShardedDataParallel in torch's checkpoint functions, above tensor parallelism
+and in named optimizers; what others got wrong: ranks without data, states that are missing, buffers' dtypes."""
 
 import copy
 
