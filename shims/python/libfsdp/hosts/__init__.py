@@ -12,8 +12,12 @@
   api.py         the methods that a sharded module has
   tree.py        tensors in nested arguments and results
   classic.py     the wrapper FullyShardedDataParallel; with wrap.py (what is wrapped and ignored), summon.py (whole
-                 parameters), state_dict.py and norm.py (clipping)
+                 parameters), classic_state.py (its state dicts' types and functions) and norm.py (clipping)
+  state_dict.py  whole tensors, shards and parts of a model, saved and loaded; optim_state.py: of an optimizer
+  checkpoint.py  modules and optimizers for libfsdp.checkpoint
   comm.py        what programs put in place of the library's communication
+
+and, for the backends: collectives.py, tensors.py, work.py, options.py, rendezvous.py, interrupt.py (Ctrl-C while a call waits)
 
 The life of a unit. `fully_shard` cuts the parameters and puts this rank's shards in the module. The first forward of the
 outermost module finds out which units belong together, makes the library's units and moves the shards into their
