@@ -122,7 +122,7 @@ enum box_cover box_cover(const struct box **boxes, int64_t n, int32_t ndim, cons
     struct box whole, common;
     box_make(&whole, ndim, NULL, shape);
     int64_t filled = 0, wanted = box_count(&whole);
-    qsort(boxes, (size_t)n, sizeof *boxes, by_corner);
+    if (n) qsort(boxes, (size_t)n, sizeof *boxes, by_corner);
     for (int64_t i = 0; i < n; i++) {
         filled += box_count(boxes[i]); /* no overflow: overlaps end the loop before it could */
         for (int64_t j = i + 1; j < n; j++) {

@@ -82,7 +82,7 @@ int64_t checkpoint_find_named(const fsdp_checkpoint *c, const char *name, int32_
 
 void checkpoint_sort_names(fsdp_checkpoint *c)
 {
-    qsort(c->names, (size_t)c->n_entries, sizeof *c->names, by_name);
+    if (c->n_entries) qsort(c->names, (size_t)c->n_entries, sizeof *c->names, by_name);
 }
 
 /* ---- questions */

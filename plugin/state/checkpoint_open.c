@@ -276,7 +276,7 @@ static fsdp_status entries_make(struct opening *o)
 {
     fsdp_checkpoint *c = o->checkpoint;
     int64_t n = o->n_found, most = 1;
-    qsort(o->found, (size_t)n, sizeof *o->found, by_entry);
+    if (n) qsort(o->found, (size_t)n, sizeof *o->found, by_entry);
     int64_t groups = 0;
     for (int64_t i = 0, begin = 0; i < n; i++) {
         int first = i == 0 || o->found[i].rank != o->found[i - 1].rank || o->found[i].index != o->found[i - 1].index;
@@ -383,7 +383,7 @@ static fsdp_status open_mapped(struct opening *o)
     const char **files = mem_array(json_object_size(o->top.map), sizeof *files);
     if (!files) return mem_none("an index", json_object_size(o->top.map));
     json_object_foreach((json_t *)(uintptr_t)o->top.map, name, file) files[n++] = json_string_value(file);
-    qsort(files, n, sizeof *files, by_text);
+    if (n) qsort(files, n, sizeof *files, by_text);
     for (size_t i = 0; i < n; i++)
         if (!i || strcmp(files[i], files[i - 1]) != 0) files[n_files++] = files[i];
     fsdp_status status = files_make(o, n_files);

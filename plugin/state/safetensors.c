@@ -150,7 +150,7 @@ static fsdp_status parse(const char *path, int64_t data_at, int64_t data_bytes, 
         TRY(tensor_read(path, name, value, data_at, data_bytes, shape, &out->tensors[i]));
         shape += out->tensors[i++].ndim;
     }
-    qsort(out->tensors, (size_t)out->n, sizeof *out->tensors, by_place);
+    if (out->n) qsort(out->tensors, (size_t)out->n, sizeof *out->tensors, by_place);
     return check_places(path, out, data_at, data_bytes);
 }
 

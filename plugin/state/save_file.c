@@ -90,7 +90,7 @@ fsdp_status save_file_plan(struct save_file *file)
 {
     int64_t begin = 0, sums = 0;
     file->fd = -1;
-    qsort(file->parts, (size_t)file->n, sizeof *file->parts, by_layout);
+    if (file->n) qsort(file->parts, (size_t)file->n, sizeof *file->parts, by_layout);
     for (int64_t i = 0; i < file->n; i++) {
         struct save_part *part = &file->parts[i];
         part->begin = begin;
