@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from libfsdp import InvalidArgument, checkpoint
+from libfsdp import InvalidArgument, InvalidState, Mismatch, StateDict, checkpoint
 from libfsdp.torch import FullyShardedDataParallel, ShardedGradScaler, fully_shard
 
 
@@ -295,3 +295,141 @@ def misuse(job, folder):
 
 def test_what_does_not_fit_is_named(hosted, tmp_path):
     hosted(2, misuse, str(tmp_path / "saved"))
+
+
+class Counting(nn.Linear):
+    """A layer with a value beside its tensors."""
+
+    seen = {"calls": 0}
+
+    def get_extra_state(self):
+        return self.seen
+
+    def set_extra_state(self, value):
+        self.seen = value
+
+
+class Noting(torch.optim.SGD):
+    """An optimizer that notes things beside tensors."""
+
+    def note(self, **notes):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].update(notes)
+        return self
+
+
+def beside_tensors(job, folder):
+    folder = pathlib.Path(folder)
+    model = Counting(3, 4)
+    model.seen = {"calls": 2**53 + 1, "scale": float("inf"), "of": ["a", None]}
+    kept = {"none": None, "list": [1, 2.5, "x"], "text": "é"}
+    checkpoint.save(folder / "a", model, Noting(model.parameters(), lr=1.0).note(**kept))
+    other = Counting(3, 4)
+    again = Noting(other.parameters(), lr=2.0)
+    checkpoint.load(folder / "a", other, again)
+    assert other.seen == model.seen
+    assert all(again.state[parameter] == kept for parameter in other.parameters())
+    with pytest.raises(InvalidArgument, match="has also '_extra_state'"):
+        checkpoint.load(folder / "a", nn.Linear(3, 4))
+    plain = nn.Linear(3, 4)
+    assert checkpoint.load(folder / "a", plain, strict=False).unexpected == ["_extra_state"]
+    checkpoint.save(folder / "b", plain)
+    with pytest.raises(InvalidArgument, match="lacks '_extra_state'"):
+        checkpoint.load(folder / "b", other)
+    for value in ((1, 2), torch.ones(1), {1: 2}):
+        other.seen = value
+        with pytest.raises(InvalidArgument, match="_extra_state"):
+            checkpoint.save(folder / "c", other)
+    for note in ({"a": 1}, (1,), [torch.ones(1)]):
+        with pytest.raises(InvalidArgument, match="the state 'memo' of 'weight'"):
+            checkpoint.save(folder / "c", plain, Noting(plain.parameters(), lr=1.0).note(memo=note))
+    stray = torch.optim.SGD(plain.parameters(), lr=1.0)
+    stray.state["all"]["k"] = 5
+    with pytest.raises(InvalidArgument, match="'all' belongs to no parameter"):
+        checkpoint.save(folder / "c", plain, stray)
+    assert not (folder / "c").exists()
+
+
+def test_what_is_beside_tensors_comes_back_or_is_refused(hosted, tmp_path):
+    hosted(1, beside_tensors, str(tmp_path))
+
+
+def other_groups(job, folder):
+    def layers():
+        return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+
+    folder = pathlib.Path(folder)
+    model = layers()
+    named = list(model.named_parameters())
+    checkpoint.save(folder / "named", model, torch.optim.AdamW([{"params": named[:2]}, {"params": named[2:]}], lr=0.5))
+    names = [["1.bias", "0.weight"], ["0.bias", "1.weight"]]
+    optimizer = torch.optim.AdamW(
+        [{"params": [(name, model.get_parameter(name)) for name in group]} for group in names], lr=0.1
+    )
+    checkpoint.load(folder / "named", model, optimizer)
+    assert [group["param_names"] for group in optimizer.param_groups] == names
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+    checkpoint.save(folder / "adam", model, torch.optim.Adam(model.parameters(), lr=0.25))
+    checkpoint.load(folder / "adam", model, optimizer)
+    assert all(group["lr"] == 0.25 and group["decoupled_weight_decay"] for group in optimizer.param_groups)
+
+
+def test_groups_keep_their_names_and_adamw_stays_what_it_is(hosted, tmp_path):
+    hosted(1, other_groups, str(tmp_path))
+
+
+def tied_once(job, folder):
+    """Hugging Face keeps a tied tensor under one of its names."""
+    path = pathlib.Path(folder) / "model.safetensors"
+    for name in ("words.weight", "head.weight"):
+        model, state = made(), StateDict()
+        for key, value in made(1).state_dict().items():
+            if key not in ("words.weight", "head.weight") or key == name:
+                state.add(key, value)
+        checkpoint.write(path, state, full=True)
+        assert checkpoint.load(path, model).missing == []
+        assert torch.equal(model.head.weight, made(1).head.weight) and model.head.weight is model.words.weight
+
+
+def test_a_tied_tensor_is_there_by_one_of_its_names(hosted, tmp_path):
+    hosted(1, tied_once, str(tmp_path))
+
+
+def of_ranks(job, folder):
+    """Buffers that differ are those of the first rank; an optimizer's state that differs has no meaning."""
+    folder = pathlib.Path(folder)
+    model = nn.BatchNorm1d(6)
+    model.register_buffer("bits", torch.full((5, 2), job.rank, dtype=torch.uint8))
+    model.running_mean.fill_(job.rank + 1)
+    model.num_batches_tracked.fill_(job.rank + 10)
+    fully_shard(model)
+    for name, full in (("parts", False), ("whole", True)):
+        checkpoint.save(folder / name, model, full=full)
+        with checkpoint.Checkpoint(folder / name) as opened:
+            assert opened.read("running_mean").numpy().tolist() == [1] * 6 and opened.read("num_batches_tracked").numpy() == 10
+            assert opened.read("bits").numpy().tolist() == [[0, 0]] * 5
+    optimizer = Noting(model.parameters(), lr=1.0).note(factor=torch.arange(7.0))
+    checkpoint.save(folder / "alike", model, optimizer)
+    optimizer.note(factor=torch.arange(7.0) + job.rank)
+    with pytest.raises(Mismatch, match="the state 'factor' of 'weight'.*another on each rank"):
+        checkpoint.save(folder / "alike", model, optimizer)
+    wrapper = FullyShardedDataParallel(nn.Linear(3, 4), device_id=torch.device("cpu"))
+    with FullyShardedDataParallel.summon_full_params(wrapper):
+        with pytest.raises(InvalidState, match="outside of summon_full_params"):
+            checkpoint.save(folder / "summoned", wrapper)
+    alone = dist.new_group([0]), dist.new_group([1])
+    single = FullyShardedDataParallel(nn.Linear(3, 4), alone[job.rank], device_id=torch.device("cpu"))
+    checkpoint.save(folder / f"of{job.rank}", single)  # each by itself
+    with checkpoint.Checkpoint(folder / f"of{job.rank}") as opened:
+        assert opened.info.ranks == 1 and torch.equal(torch.from_dlpack(opened.read("bias")), wrapper_bias(single))
+    dist.barrier()
+
+
+def wrapper_bias(wrapper):
+    with FullyShardedDataParallel.summon_full_params(wrapper):
+        return wrapper.module.bias.detach().clone()
+
+
+def test_ranks_whose_values_differ(hosted, tmp_path):
+    hosted(2, of_ranks, str(tmp_path))

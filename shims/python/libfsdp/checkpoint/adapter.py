@@ -20,6 +20,7 @@ class Piece:
     copy: int = 0  # which of them this rank is
     dtype: str = None  # in which it is kept; None: the array's
     tied_to: str = None  # the name of an earlier Piece that is the same tensor
+    from_copy0: bool = False  # copies may differ, and that of copy 0 is kept: buffers, which nothing keeps alike
 
 
 class Adapter:
@@ -33,6 +34,10 @@ class Adapter:
         """The model's parameters and persistent buffers, in the order of its state dict. What is whole on every rank of
         `group` has that many copies."""
         raise NotImplementedError
+
+    def extra_states(self, model):
+        """{name: module} of those that have values of their own, beside tensors: get_extra_state and set_extra_state."""
+        return {}
 
     def settle(self, model):
         """Before its pieces are written: no parameter is to be full."""

@@ -3,14 +3,18 @@ bytes. What a framework's modules and optimizers look like is its adapter's: see
 
 Names in the checkpoint: a model's tensors have the names that the model without wrappers gives them, so that weights of
 others load, and others can load ours. "optimizer/exp_avg/layer.weight" is the optimizer's "exp_avg" of "layer.weight";
-"rank/rng" is the "rng" of each rank. JSON values: "optimizer" (groups and numbers), "scaler", "extra".
+"rank/rng" is the "rng" of each rank. JSON values: "optimizer" (groups and numbers), "scaler", "extra", "modules" (their
+extra states, where they have such).
 """
 
 import math
+from ctypes import c_uint64, string_at
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
-from ..errors import InvalidArgument, NotFound
+from ..errors import InvalidArgument, Mismatch, NotFound
 from ..state import Entry, StateDict
+from ..tensor import copy, zeros
 from .adapter import adapter_of
 from .files import Checkpoint, write
 
@@ -55,9 +59,13 @@ def save(path, model, optimizer=None, *, scaler=None, extra=None, of_rank=None, 
     adapter.settle(model)
     group = adapter.group(model) if group is None else group
     state = StateDict()
-    pieces = _add_model(state, adapter, model, group)
+    pieces = _add_model(state, adapter, model, group, saving=True)
     if optimizer is not None:
         _add_optimizer(state, adapter, model, optimizer, pieces, group)
+    modules = adapter.extra_states(model)
+    if modules:
+        values = {name: plain(module.get_extra_state(), name) for name, module in modules.items()}
+        state.set_json("modules", values)
     if scaler is not None:
         state.set_json("scaler", encode(scaler.state_dict(), "scaler"))
     if extra is not None:
@@ -65,7 +73,9 @@ def save(path, model, optimizer=None, *, scaler=None, extra=None, of_rank=None, 
     if of_rank and options.get("full"):
         raise InvalidArgument("of_rank: whole tensors belong to no rank; save without full=True")
     for name, value in (of_rank or {}).items():
-        value = bytearray(value) if isinstance(value, (bytes, str)) else value
+        if isinstance(value, str):
+            raise InvalidArgument(f"of_rank: {name!r} is a text; give its bytes, text.encode()")
+        value = bytearray(value) if isinstance(value, bytes) else value
         state.add(OF_RANK + name, value, of_rank=True, read_only=True)
     return write(path, state, group, **options)
 
@@ -91,8 +101,13 @@ def load(path, model=None, optimizer=None, *, scaler=None, strict=True, group=No
         group = adapter.group(model) if group is None else group
         pieces = _add_model(state, adapter, model, group)
         there = [name for name in checkpoint if not name.startswith((OPTIMIZER, OF_RANK))]
-        loaded.missing = [name for name in pieces if name not in checkpoint]
+        modules, values = adapter.extra_states(model), checkpoint.json.get("modules", {})
+        found = {piece.tied_to or name for name, piece in pieces.items() if name in checkpoint}  # by any of its names
+        loaded.missing = [name for name, piece in pieces.items() if (piece.tied_to or name) not in found]
+        loaded.missing += [name for name in modules if name not in values]
         loaded.unexpected = [name for name in there if name not in pieces]
+        loaded.unexpected += [name for name in values if name not in modules]
+        extra = [(module, decode(values[name])) for name, module in modules.items() if name in values]
         if strict and (loaded.missing or loaded.unexpected):
             raise InvalidArgument(
                 f"{checkpoint.path}: {_names('lacks', loaded.missing)}{_names('has also', loaded.unexpected)}"
@@ -112,6 +127,8 @@ def load(path, model=None, optimizer=None, *, scaler=None, strict=True, group=No
     checkpoint.load(state, partial=True, progress=progress)
     if model is not None:
         adapter.loaded(model)
+        for module, value in extra:
+            module.set_extra_state(value)
     for step in restore:
         step()
     if scaler is not None:
@@ -129,13 +146,16 @@ def _names(what, names):
     return f"{what} {', '.join(map(repr, names[:3]))}{more}; "
 
 
-def _add_model(state, adapter, model, group):
-    """Add a model's tensors; {name: Piece} of them."""
+def _add_model(state, adapter, model, group, saving=False):
+    """Add a model's tensors; {name: Piece} of them. saving: where one copy is kept, others add an empty part."""
     pieces = {}
     for piece in adapter.pieces(model, group):
         pieces[piece.name] = piece
         if piece.tied_to is not None:
             state.tie(piece.name, piece.tied_to)
+        elif saving and piece.from_copy0 and piece.copies > 1 and piece.shape:
+            part = piece.array[:0] if piece.copy else piece.array
+            state.add(piece.name, part, shape=piece.shape, offset=piece.offset, dtype=piece.dtype)
         else:
             _add_piece(state, piece.name, piece, piece.array, piece.dtype)
     return pieces
@@ -150,32 +170,64 @@ def _add_piece(state, name, piece, array, dtype=None):
 def _add_optimizer(state, adapter, model, optimizer, pieces, group):
     """Add an optimizer's state: tensors shaped like their parameter's part lie as that does; others are whole, the same on all
     ranks; numbers are JSON."""
-    groups, numbers = [], {}
+    groups, numbers, whole = [], {}, []
     ranks, rank = (1, 0) if group is None else (group.size, group.rank)
     for options, parameters in adapter.groups(model, optimizer):
         groups.append({"params": list(parameters), **encode(options, "optimizer")})
         for name, parameter in parameters.items():
             piece = pieces[name] if pieces[name].tied_to is None else pieces[pieces[name].tied_to]
             for key, value in adapter.state(optimizer, parameter).items():
-                if "/" in key:
-                    raise InvalidArgument(f"optimizer: the state {key!r} of {name!r} has a '/' in its name")
+                if not isinstance(key, str) or "/" in key:
+                    raise InvalidArgument(f"optimizer: the state {key!r} of {name!r}: its name is to be a text without '/'")
                 number, dtype = adapter.number(value)
                 if number is not None:
                     number = encode(number, key)
                     numbers.setdefault(name, {})[key] = {"value": number, "dtype": dtype} if dtype else number
-                elif value is not None and adapter.shape(value) == adapter.shape(piece.array):
+                elif value is None or isinstance(value, (str, list)):
+                    numbers.setdefault(name, {})[key] = plain(value, f"optimizer: the state {key!r} of {name!r}")
+                elif not hasattr(value, "shape"):
+                    raise InvalidArgument(
+                        f"optimizer: the state {key!r} of {name!r} is a {type(value).__name__}: tensors, numbers, texts and "
+                        "lists of numbers and texts can be kept in a checkpoint"
+                    )
+                elif adapter.shape(value) == adapter.shape(piece.array):
                     _add_piece(state, f"{OPTIMIZER}{key}/{name}", piece, value)
-                elif value is not None:
-                    state.add(f"{OPTIMIZER}{key}/{name}", value, copies=ranks, copy=rank)
+                else:
+                    whole.append(f"{OPTIMIZER}{key}/{name}")
+                    state.add(whole[-1], value, copies=ranks, copy=rank)
+    if whole and ranks > 1:
+        _check_alike(state, whole, group)
     kind = type(optimizer).__name__
     state.set_json("optimizer", {"type": kind, "groups": groups, "numbers": numbers})
+
+
+def _check_alike(state, names, group):
+    """What a checkpoint has once, of several ranks, must be the same on all: a state that is neither like its parameter's
+    part nor so may be a part of something, and nothing tells of what. Collective. Raises Mismatch."""
+    mine, all_of_them = zeros((len(names),), "uint64"), zeros((group.size, len(names)), "uint64")
+    sums = (c_uint64 * len(names)).from_address(mine.data_ptr)
+    for index, name in enumerate(names):
+        part = state[name]
+        flat = zeros(part.shape, part.dtype)
+        copy(part, flat)
+        text = string_at(flat.data_ptr, flat.nbytes) if flat.nbytes else b""
+        sums[index] = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+    group.all_gather(mine, all_of_them)
+    found = (c_uint64 * (group.size * len(names))).from_address(all_of_them.data_ptr)
+    for index, name in enumerate(names):
+        if any(found[rank * len(names) + index] != found[index] for rank in range(group.size)):
+            key, _, param = name[len(OPTIMIZER) :].partition("/")
+            raise Mismatch(
+                f"optimizer: the state {key!r} of {param!r} is shaped unlike the parameter's shard, and another on each rank: "
+                "it can't be told how its parts make up a whole; save without `optimizer`, or keep it in `of_rank`"
+            )
 
 
 def _plan_optimizer(state, adapter, model, optimizer, pieces, checkpoint, saved, loaded, strict):
     """Add arrays for an optimizer's state to `state`, and give what is to be called once they have been read."""
     options_of, states = {}, {}
     for entry in saved["groups"]:
-        options = {key: value for key, value in entry.items() if key != "params"}
+        options = {key: value for key, value in entry.items() if key not in ("params", "param_names")}
         for name in entry["params"]:
             options_of[name], states[name] = options, {}
     for name, values in saved["numbers"].items():
@@ -248,7 +300,7 @@ def encode(value, name):
         return value if math.isfinite(value) else {"float": repr(value)}
     if isinstance(value, (list, tuple)):
         return [encode(item, name) for item in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value) and value.keys() != {"float"}:
         return {key: encode(item, f"{name}.{key}") for key, item in value.items()}
     if hasattr(value, "item") and getattr(value, "size", None) != 0:  # a tensor or array of one element: a learning rate
         try:
@@ -256,6 +308,21 @@ def encode(value, name):
         except (ValueError, RuntimeError):
             pass
     raise InvalidArgument(f"{name}: a {type(value).__name__} can't be kept in a checkpoint; numbers, texts and lists can")
+
+
+def plain(value, name):
+    """encode, of what is the same when it comes back: no tuples, and no tensors of one element."""
+
+    def check(item):
+        if isinstance(item, list):
+            return all(map(check, item))
+        if isinstance(item, dict):
+            return all(map(check, item.values()))
+        return item is None or isinstance(item, (bool, int, float, str))
+
+    if not check(value):
+        raise InvalidArgument(f"{name}: can't be kept in a checkpoint; numbers, texts, lists and dicts of such can")
+    return encode(value, name)
 
 
 def decode(value):

@@ -6,11 +6,14 @@ Optimizers are those with `param_groups` and `state`; their entries belong to pa
 
 from ..checkpoint.adapter import Adapter, Piece
 from ..dtypes import name_of
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, InvalidState
 from ..tensor import shard_extent
 from .iteration import state_of
 from .optim_state import Index
 from .state_dict import clean_name
+
+EXTRA_STATE = "_extra_state"  # as in the modules' own state dicts
+_PARAMETERS = ("params", "param_names")  # of a group: in the checkpoint these are names, in its own order
 
 
 def _kept_dtypes(module):
@@ -45,12 +48,12 @@ class ModuleAdapter(Adapter):
                     cut[id(holder), attribute] = param, state
         found, seen = [], {}
 
-        def add(path, tensor, lie, dtype=None):
+        def add(path, tensor, lie, dtype=None, from_copy0=False):
             name = clean_name(model, path)
             first = seen.setdefault(id(tensor), name)
             local, shape, offset, copies, copy = lie
             tied_to = None if first == name else first
-            found.append(Piece(name, local.detach(), shape, offset, copies, copy, dtype, tied_to))
+            found.append(Piece(name, local.detach(), shape, offset, copies, copy, dtype, tied_to, from_copy0))
 
         def visit(module, path, kept):
             kept = kept | {clean_name(model, path + name): dtype for name, dtype in _kept_dtypes(module)}
@@ -65,7 +68,7 @@ class ModuleAdapter(Adapter):
             for attribute, buffer in module._buffers.items():
                 if buffer is not None and attribute not in transient:
                     dtype = kept.get(clean_name(model, path + attribute))
-                    add(path + attribute, buffer, self.lie(buffer.detach(), group), dtype and name_of(dtype))
+                    add(path + attribute, buffer, self.lie(buffer.detach(), group), dtype and name_of(dtype), True)
             for attribute, child in module._modules.items():
                 if child is not None:
                     visit(child, f"{path}{attribute}.", kept)
@@ -74,8 +77,18 @@ class ModuleAdapter(Adapter):
             visit(model, "", {})
         return found
 
+    def extra_states(self, model):
+        base = getattr(self.host.Module, "get_extra_state", None)
+        return {
+            clean_name(model, f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE): module
+            for path, module in model.named_modules()
+            if getattr(type(module), "get_extra_state", base) is not base
+        }
+
     def settle(self, model):
         for module in model.modules():
+            if getattr(module, "_summoned", False):
+                raise InvalidState("save and load outside of summon_full_params: what its block shows are copies")
             state = state_of(module)
             if state is not None:
                 state.reshard_now()
@@ -91,7 +104,13 @@ class ModuleAdapter(Adapter):
                     f"optimizer: a parameter of shape {tuple(parameters[None].shape)} in group {index} is none of the model's: "
                     "build the optimizer from the parameters of the sharded model"
                 )
-            groups.append(({key: value for key, value in group.items() if key != "params"}, parameters))
+            groups.append(({key: value for key, value in group.items() if key not in _PARAMETERS}, parameters))
+        for key, value in optimizer.state.items():
+            if isinstance(key, str) and value:
+                raise InvalidArgument(
+                    f"optimizer: its state {key!r} belongs to no parameter, and has no place in a checkpoint: keep it in a "
+                    "group's options, or in `extra`"
+                )
         return groups
 
     def set_options(self, optimizer, index, options):

@@ -7,6 +7,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ..errors import Unsupported
 from ..hosts.checkpoint import ModuleAdapter
+from ..hosts.iteration import state_of
 from .host import HOST
 from .ranks import group_over
 
@@ -17,6 +18,10 @@ class TorchAdapter(ModuleAdapter):
         for tensor in (*model.parameters(), *model.buffers()):
             if isinstance(tensor, DTensor):
                 ranks.update(tensor.device_mesh.mesh.flatten().tolist())
+        for module in model.modules():
+            state = state_of(module)
+            if state is not None:  # of a classic wrapper: its parameters are no DTensors
+                ranks.update(state.ranks._ranks)
         return group_over(sorted(ranks) if ranks else None)
 
     def lie(self, tensor, group):
@@ -42,6 +47,11 @@ class TorchAdapter(ModuleAdapter):
         if isinstance(parameter, DTensor):
             return self.lie(parameter, None)
         return super().cut(parameter, param, ranks)
+
+    def set_options(self, optimizer, index, options):
+        if isinstance(optimizer, torch.optim.AdamW):  # an Adam whose weight decay is decoupled, whoever has saved
+            options = {key: value for key, value in options.items() if key != "decoupled_weight_decay"}
+        super().set_options(optimizer, index, options)
 
     def like(self, parameter, tensor):
         return DTensor(tensor, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else tensor
