@@ -3,6 +3,8 @@
 import json
 import os
 import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -274,3 +276,47 @@ def test_loading_reports_progress_and_can_be_ended(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         checkpoint.load(tmp_path / "saved", model, progress=enough)
+
+
+def test_what_would_come_back_as_something_else_is_refused(tmp_path):
+    model = fully_shard(net())
+    for extra in ({1: 2}, {"milestones": [{30: 1}]}, {"a": ({None: 1},)}):
+        with pytest.raises(libfsdp.InvalidArgument, match="extra.*the key"):
+            checkpoint.save(tmp_path / "saved", model, extra=extra)
+    with pytest.raises(libfsdp.InvalidArgument, match="'rng' is a text"):
+        checkpoint.save(tmp_path / "saved", model, of_rank={"rng": "text"})
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_relative_path_is_of_the_folder_where_the_save_began(tmp_path, monkeypatch):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    model = fully_shard(net())
+    for turn in range(10):  # the thread may be quicker
+        monkeypatch.chdir(tmp_path / "here")
+        saving = checkpoint.save(f"saved{turn}", model, background=True)
+        monkeypatch.chdir(tmp_path / "there")
+        saving.wait(30)
+        with checkpoint.Checkpoint(tmp_path / "here" / f"saved{turn}") as opened:
+            opened.verify()
+    assert not any((tmp_path / "there").iterdir())
+
+
+def test_a_child_says_nothing_of_its_parents_saves(tmp_path):
+    program = """if True:
+        import os, sys
+        from test_numpy import net
+        from libfsdp import checkpoint
+        from libfsdp.numpy import fully_shard
+        saving = checkpoint.save(sys.argv[1], fully_shard(net()), background=True)
+        child = os.fork()
+        if child:
+            assert os.waitpid(child, 0)[1] == 0
+            saving.wait()
+    """
+    here = pathlib.Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "saved")], cwd=here, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    checkpoint.Checkpoint(tmp_path / "saved").verify()

@@ -284,11 +284,27 @@ def dict_options(kind, *, rank0_only=False, copy=False, prefix=None):
 
 
 def dump_json(value, name):
-    """JSON text of a value, as bytes; NaN and infinities are refused."""
+    """JSON text of a value, as bytes; NaN and infinities are refused, and keys that would come back as texts."""
     try:
-        return json.dumps(value, allow_nan=False).encode()
+        dumped = json.dumps(value, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"{name}: is nothing that JSON can hold: {error}") from None
+    _check_keys(value, name)
+    return dumped
+
+
+def _check_keys(value, name):
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise InvalidArgument(
+                    f"{name}: is nothing that JSON can hold: the key {key!r} would come back as a text; make it one, or give "
+                    "a list of [key, value] pairs"
+                )
+            _check_keys(item, name)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _check_keys(item, name)
 
 
 def read_json(function, handle, n):
