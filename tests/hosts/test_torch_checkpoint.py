@@ -414,6 +414,17 @@ def of_ranks(job, folder):
     optimizer.note(factor=torch.arange(7.0) + job.rank)
     with pytest.raises(Mismatch, match="the state 'factor' of 'weight'.*another on each rank"):
         checkpoint.save(folder / "alike", model, optimizer)
+    low = fully_shard(nn.Linear(3, 4).bfloat16())
+    masters = torch.optim.SGD(low.parameters(), lr=1.0)
+    for parameter in low.parameters():
+        masters.state[parameter]["master"] = parameter.detach().double() / 3
+    checkpoint.save(folder / "low", low, masters)
+    again = torch.optim.SGD(low.parameters(), lr=1.0)
+    checkpoint.load(folder / "low", low, again)
+    for parameter in low.parameters():
+        master, saved = again.state[parameter]["master"], masters.state[parameter]["master"]
+        assert master.dtype == master._spec.tensor_meta.dtype == (master * 1)._spec.tensor_meta.dtype == torch.float64
+        assert torch.equal(master.full_tensor(), saved.full_tensor())
     wrapper = FullyShardedDataParallel(nn.Linear(3, 4), device_id=torch.device("cpu"))
     with FullyShardedDataParallel.summon_full_params(wrapper):
         with pytest.raises(InvalidState, match="outside of summon_full_params"):

@@ -8,6 +8,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from ..errors import Unsupported
 from ..hosts.checkpoint import ModuleAdapter
 from ..hosts.iteration import state_of
+from .classic import _of_dtype
 from .host import HOST
 from .ranks import group_over
 
@@ -54,7 +55,9 @@ class TorchAdapter(ModuleAdapter):
         super().set_options(optimizer, index, options)
 
     def like(self, parameter, tensor):
-        return DTensor(tensor, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else tensor
+        if not isinstance(parameter, DTensor):
+            return tensor
+        return DTensor(tensor, _of_dtype(parameter._spec, tensor.dtype), requires_grad=False)
 
     def fresh(self, like, shape, dtype):
         return torch.zeros(shape, dtype=getattr(torch, dtype))
