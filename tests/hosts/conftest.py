@@ -20,6 +20,9 @@ import warnings
 import pytest
 
 HERE = pathlib.Path(__file__).parent
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background: programs of tests would ignore it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "shims" / "python"
 

@@ -13,6 +13,9 @@ import sys
 
 import pytest
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background: programs of tests would ignore it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "shims" / "python"
 if str(PACKAGE) not in sys.path:
