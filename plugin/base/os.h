@@ -100,6 +100,8 @@ struct os_folder {
 
 enum os_kind { OS_NOTHING, OS_FILE, OS_FOLDER, OS_OTHER };
 fsdp_status os_path_kind(const char *path, enum os_kind *kind);
+/* The same place, whatever folder the process is in later. */
+fsdp_status os_path_absolute(const char *path, char out[OS_PATH_MOST + 1]);
 fsdp_status os_folder_make(const char *path); /* with its parents; it may be there already */
 fsdp_status os_folder_open(const char *path, struct os_folder *out);
 void os_folder_close(struct os_folder *folder);

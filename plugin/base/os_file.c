@@ -28,6 +28,23 @@ fsdp_status os_path_kind(const char *path, enum os_kind *kind)
     return FSDP_OK;
 }
 
+fsdp_status os_path_absolute(const char *path, char out[OS_PATH_MOST + 1])
+{
+    char here[OS_PATH_MOST + 1] = "";
+    size_t length = strlen(path), before = 0;
+    if (path[0] != '/') {
+        if (!getcwd(here, sizeof here - 1))
+            return err_sys(FSDP_ERR_SYSTEM, errno, "the folder that '%.400s' is relative to", path);
+        before = strlen(here);
+        here[before++] = '/';
+    }
+    CHECK_ARG(length > 0 && before + length <= OS_PATH_MOST, "a path of %zu bytes: 1 to %d", before + length,
+              OS_PATH_MOST);
+    memcpy(out, here, before);
+    memcpy(out + before, path, length + 1);
+    return FSDP_OK;
+}
+
 fsdp_status os_folder_make(const char *path)
 {
     char part[OS_PATH_MOST + 1];

@@ -338,7 +338,10 @@ static void save_free(fsdp_save *save)
 
 static fsdp_status path_take(fsdp_save *save, const char *path)
 {
-    snprintf(save->path, sizeof save->path, "%s", path);
+    if (save->options.background) /* whose thread may open it when the host has gone to another folder */
+        TRY(os_path_absolute(path, save->path));
+    else
+        snprintf(save->path, sizeof save->path, "%s", path);
     size_t length = strlen(save->path);
     while (length > 1 && save->path[length - 1] == '/') save->path[--length] = 0;
     if (!save_is_full(save) || !name_ends(save->path, ".safetensors")) return FSDP_OK;

@@ -740,6 +740,22 @@ Test(checkpoint, a_file_above_the_limit_is_an_error_and_no_signal)
     fsdp_state_dict_release(dict);
 }
 
+Test(checkpoint, a_background_save_goes_where_its_path_was_at_the_call)
+{
+    fsdp_state_dict *dict = dict_make();
+    fsdp_save_options o = {.struct_size = sizeof o, .background = 1, .no_sync = 1};
+    fsdp_save *save;
+    cr_assert_eq(chdir(folder), 0);
+    OK(fsdp_checkpoint_save(NULL, dict, "c", &o, &save));
+    cr_assert_eq(chdir("/"), 0);
+    OK(fsdp_save_wait(save, -1));
+    fsdp_save_release(save);
+    fsdp_checkpoint *c;
+    OK(fsdp_checkpoint_open(path, &c));
+    fsdp_checkpoint_release(c);
+    fsdp_state_dict_release(dict);
+}
+
 Test(checkpoint, a_background_save_without_a_handle_goes_on)
 {
     fsdp_state_dict *dict = dict_make();

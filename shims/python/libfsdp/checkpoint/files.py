@@ -54,8 +54,6 @@ def write(path, state, group=None, *, full=False, background=False, sync=True, m
         options.max_file_bytes = integer(max_file_bytes, "max_file_bytes", 64)
         if options.max_file_bytes <= 0 or not full:
             raise InvalidArgument("max_file_bytes: give a positive number of bytes, with full=True")
-    if background:  # a thread opens it, when the program may have gone to another folder
-        path = os.path.join(os.getcwd(), os.fsdecode(path)) if os.fsdecode(path) else path
     pointer = c_void_p()
     handle = None if group is None else group._handle
     check(lib.fsdp_checkpoint_save(handle, state._handle, path_text(path), byref(options), byref(pointer)))
