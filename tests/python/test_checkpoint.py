@@ -238,6 +238,21 @@ def test_options_of_the_optimizer_come_back(tmp_path):
     assert again.options() == {"lr": 0.25, "betas": [0.8, 0.5], "eps": 1e-8}
 
 
+def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path):
+    model = fully_shard(net())
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    x, labels = batch(12)
+    _, slope = softmax_cross_entropy(model.forward(x), labels)
+    model.backward(slope)
+    optimizer.step()
+    checkpoint.save(tmp_path / "saved", model, optimizer)
+    before = model.full_parameters()
+    with pytest.raises(libfsdp.InvalidArgument, match="SGD.*Adam"):
+        checkpoint.load(tmp_path / "saved", model, Adam(model.parameters(), 0.1))
+    assert all(np.array_equal(value, before[name]) for name, value in model.full_parameters().items())
+    checkpoint.load(tmp_path / "saved", model, SGD(model.parameters(), 0.5, momentum=0.1))
+
+
 def damaged(path, at):
     with open(path, "r+b") as file:
         file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)

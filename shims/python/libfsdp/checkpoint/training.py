@@ -239,6 +239,12 @@ def _plan_optimizer(state, adapter, model, optimizer, pieces, checkpoint, saved,
         if name.startswith(OPTIMIZER):
             key, _, param = name[len(OPTIMIZER) :].partition("/")
             states.setdefault(param, {})[key] = entry
+    kinds = [kind.__name__ for kind in type(optimizer).__mro__]
+    if strict and any(states.values()) and saved.get("type") and not _alike(saved["type"], kinds):
+        raise InvalidArgument(
+            f"{checkpoint.path}: has the state of a {saved['type']}, and optimizer is a {kinds[0]}: give one of the same kind, or "
+            "strict=False if it can use what the other has kept"
+        )
     steps, known = [], set()
     for index, (present, parameters) in enumerate(adapter.groups(model, optimizer)):
         names = list(parameters)
@@ -270,6 +276,11 @@ def _plan_optimizer(state, adapter, model, optimizer, pieces, checkpoint, saved,
             f"{checkpoint.path}: {_names('the saved optimizer has also', surplus)}give strict=False to leave it out"
         )
     return steps
+
+
+def _alike(saved, kinds):
+    """Whether an optimizer whose class and bases have the names `kinds` has the states of one that was a `saved`."""
+    return saved in kinds or {saved, kinds[0]} <= {"Adam", "AdamW"}
 
 
 def _arrays_for(state, adapter, pieces, name, values):
