@@ -528,9 +528,9 @@ class _Kept:
 
     def __init__(self, items):
         self._items = items
-        self._array = (abi.fsdp_collective * len(items))(*(item for item, _ in items))
+        self._array = (abi.fsdp_collective * max(1, len(items)))(*(item for item, _ in items))
         # not ctypes.cast, which would tie the array and the pointer in a cycle: tensors would last until Python looks for those
-        self._as_parameter_ = ctypes.pointer(self._array[0]) if items else None
+        self._as_parameter_ = ctypes.pointer(self._array[0])
 
 
 def init(url="env://", *, rank=None, world_size=None, timeout=None, job_key=None, **options):
