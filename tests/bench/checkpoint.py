@@ -25,14 +25,16 @@ def parse():
 
 def suite(options, report):
     rounds = options.rounds or (3 if options.quick else 9)
-    bytes = (options.mib // 8 if options.quick else options.mib) * MIB
+    asked = (options.mib // 8 if options.quick else options.mib) * MIB
+    layer = 4 * (12 * 1024 * 1024 + 5 * 1024) if asked >= 64 * MIB else 4 * (12 * 256 * 256 + 5 * 256)
+    bytes = -(-asked // layer) * layer  # as checkpoint_worker's tensors are whole layers
     folder = tempfile.mkdtemp(prefix="fsdp-bench-checkpoint-", dir=options.folder or bench.BUILD)
     worker = HERE / "checkpoint_worker.py"
     try:
         fleet = Fleet(
             "checkpoint",
             RANKS,
-            lambda fleet: [[sys.executable, worker, rank, RANKS, bytes, fleet.folder, folder] for rank in range(RANKS)],
+            lambda fleet: [[sys.executable, worker, rank, RANKS, asked, fleet.folder, folder] for rank in range(RANKS)],
         )
 
         def row(title, what, whose):
