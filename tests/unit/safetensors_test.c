@@ -55,7 +55,7 @@ Test(safetensors, every_dtype_has_its_name_there_and_back)
         snprintf(header, sizeof header, "{\"t\":{\"dtype\":\"%s\",\"shape\":[3],\"data_offsets\":[0,%lld]}}", name,
                  (long long)bytes);
         cr_expect_eq(parse(header, bytes), FSDP_OK, "%s", err_message());
-        cr_expect_eq(file.tensors[0].type, type);
+        cr_expect_eq((int)file.tensors[0].type, type);
         st_free(&file);
     }
 }
