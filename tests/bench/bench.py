@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from textwrap import fill
@@ -216,6 +217,38 @@ class Fleet:
         self.log.close()
         shutil.rmtree(self.folder, ignore_errors=True)
         Fleet.running.remove(self)
+
+
+# ---- memory
+
+
+def pss(pids):
+    """KiB that these processes hold together, what they share counted once."""
+    total = 0
+    for pid in pids:
+        with open(f"/proc/{pid}/smaps_rollup") as lines:
+            total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total
+
+
+class Peak(threading.Thread):
+    """The largest PSS of a fleet's processes while it runs."""
+
+    def __init__(self, pids):
+        super().__init__(daemon=True)
+        self.pids, self.most, self.over = pids, 0, threading.Event()
+
+    def run(self):
+        while not self.over.wait(0.003):
+            self.most = max(self.most, pss(self.pids))
+
+    def __exit__(self, *exception):
+        self.over.set()
+        self.join()
+
+    def __enter__(self):
+        self.start()
+        return self
 
 
 # ---- measuring

@@ -7,10 +7,9 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
 
 import bench
-from bench import HERE, MIB, Contender, Fleet, Row
+from bench import HERE, MIB, Contender, Fleet, Peak, Row, pss
 
 RANKS = 2
 
@@ -76,30 +75,13 @@ def memory(report, fleet, bytes):
     }
     pids = [child.pid for child in fleet.children]
     for task, (bound, words) in bounds.items():
-        before, over, most = pss(pids), threading.Event(), [0]
-
-        def look():
-            while not over.wait(0.003):
-                most[0] = max(most[0], pss(pids))
-
-        thread = threading.Thread(target=look, daemon=True)
-        thread.start()
-        fleet.turn(task, bytes, 1)
-        over.set()
-        thread.join()
-        extra = max(0, most[0] - before) / 1024
+        before = pss(pids)
+        with Peak(pids) as peak:
+            fleet.turn(task, bytes, 1)
+        extra = max(0, peak.most - before) / 1024
         lines.append([task, f"{extra:.1f}", words])
         report.figure(f"{task.replace('/', '_')}_extra_mib", extra, "lower", bound)
     report.note(f"Memory of {RANKS} ranks together (PSS) above that before, {bytes / MIB:.0f} MiB of shards", lines)
-
-
-def pss(pids):
-    """KiB that these processes hold together, what they share counted once."""
-    total = 0
-    for pid in pids:
-        with open(f"/proc/{pid}/smaps_rollup") as lines:
-            total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return total
 
 
 if __name__ == "__main__":

@@ -3,11 +3,10 @@ step's time in the same processes, taking turns; and the memory of processes tha
 processor for each.
 """
 
-import threading
 import time
 
 import bench
-from bench import HERE, Contender, Fleet, Row
+from bench import HERE, Contender, Fleet, Peak, Row, pss
 
 RANKS = 2
 # design.md, section 8: forward and backward over compute only (must, stretch).
@@ -30,35 +29,6 @@ def start(host, python):
         RANKS,
         lambda fleet: [[python, HERE / "hosts_worker.py", host, rank, RANKS, fleet.folder] for rank in range(RANKS)],
     )
-
-
-def pss(pids):
-    """KiB that these processes hold together, what they share counted once."""
-    total = 0
-    for pid in pids:
-        with open(f"/proc/{pid}/smaps_rollup") as lines:
-            total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return total
-
-
-class Peak(threading.Thread):
-    """The largest PSS of a fleet's processes while it runs."""
-
-    def __init__(self, pids):
-        super().__init__(daemon=True)
-        self.pids, self.most, self.over = pids, 0, threading.Event()
-
-    def run(self):
-        while not self.over.wait(0.01):
-            self.most = max(self.most, pss(self.pids))
-
-    def __exit__(self, *exception):
-        self.over.set()
-        self.join()
-
-    def __enter__(self):
-        self.start()
-        return self
 
 
 def memory(report, host, python, tasks):

@@ -209,3 +209,30 @@ def installed(tmp_path):
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
     base = environment()
     return base | {"PYTHONPATH": os.pathsep.join([str(info.parent), base["PYTHONPATH"]])}
+
+
+@pytest.fixture
+def run(capsys, tmp_path, monkeypatch):
+    """The command line in this process, in a folder of its own: run(...) gives (code, output, error output)."""
+    from libfsdp.checkpoint.__main__ import main  # here: modules of other tests set up their host first
+
+    monkeypatch.chdir(tmp_path)
+
+    def go(*arguments):
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err and len(err.splitlines()) <= 1, err
+        return code, out, err
+
+    return go
+
+
+@pytest.fixture
+def convert(run):
+    def go(*arguments):
+        code, out, err = run("convert", *arguments)
+        assert code == 0, err
+        return err
+
+    return go

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 import libfsdp
 from libfsdp import checkpoint
-from libfsdp.checkpoint.__main__ import main
 
 
 class Net(nn.Module):
@@ -80,31 +79,6 @@ def goes_on(model, optimizer):
     for at in range(3, 6):
         assert step(model, optimizer, at) == step(beside, other, at)
     same_states(model, beside)
-
-
-@pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
-    """The command line in this process, in a folder of its own: run(...) gives (code, output, error output)."""
-    monkeypatch.chdir(tmp_path)
-
-    def go(*arguments):
-        capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err and len(err.splitlines()) <= 1, err
-        return code, out, err
-
-    return go
-
-
-@pytest.fixture
-def convert(run):
-    def go(*arguments):
-        code, out, err = run("convert", *arguments)
-        assert code == 0, err
-        return err
-
-    return go
 
 
 # ---- From torch ------------------------------------------------------------------------------------------------------

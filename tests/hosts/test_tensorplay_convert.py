@@ -18,7 +18,6 @@ from tensorplay import nn
 import libfsdp
 import libfsdp.tensorplay
 from libfsdp import checkpoint
-from libfsdp.checkpoint.__main__ import main
 
 TORCH = pathlib.Path(os.environ.get("FSDP_BUILD", ROOT / "build")) / "torch-venv" / "bin" / "python"
 CUDA = "/usr/local/cuda/lib64"
@@ -65,30 +64,6 @@ def goes_on(model, optimizer):
         for name in its:
             assert mine[name].tobytes() == its[name].tobytes(), name
         assert step(model, optimizer, at) == step(beside, other, at)
-
-
-@pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def go(*arguments):
-        capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err and len(err.splitlines()) <= 1, err
-        return code, out, err
-
-    return go
-
-
-@pytest.fixture
-def convert(run):
-    def go(*arguments):
-        code, out, err = run("convert", *arguments)
-        assert code == 0, err
-        return err
-
-    return go
 
 
 def states(model, optimizer):
