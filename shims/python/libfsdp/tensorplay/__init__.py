@@ -15,6 +15,9 @@ Options           for new_group's pg_options: how a group talks, where the defau
 ProcessGroup      such a group beside a default group of any backend, made by its own ranks alone: for `group=`,
                   `DeviceMesh.from_group`, `process_group=`
 fully_shard       and what belongs to it: FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, ... (composable.py)
+FullyShardedDataParallel, ShardedGradScaler   the classic wrapper (classic.py) and loss scaling, with TensorPlay's arguments
+StateDictType, FullStateDictConfig, ...   TensorPlay's own classes, which go with the wrapper: what
+                  tensorplay.distributed.fsdp exports has its name here too
 get_state_dict    and the others of TensorPlay's checkpoint package, for sharded models (state_dict.py)
 
 What a group raises are the library's classes: all are RuntimeErrors, as gloo's are; a lost peer is a ConnectionError
@@ -26,6 +29,7 @@ replaced for that. Importing this module starts no thread; a group does.
 
 import importlib
 
+from ..hosts import classic_names
 from .register import BACKEND, NEEDS, register
 
 _HOMES = {  # what is imported when it is asked for
@@ -56,17 +60,19 @@ _HOMES = {  # what is imported when it is asked for
         )
     },
 }
-__all__ = ["BACKEND", "NEEDS", "register", *_HOMES]
+__all__ = ["BACKEND", "NEEDS", "register", *_HOMES, *classic_names.NAMES]
 
 
 def __getattr__(name):
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name], __name__), name)
+    if name in classic_names.NAMES:
+        return getattr(importlib.import_module("tensorplay.distributed.fsdp"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__():
-    return [*globals(), *_HOMES]
+    return [*globals(), *_HOMES, *classic_names.NAMES]
 
 
 register()

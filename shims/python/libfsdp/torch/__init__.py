@@ -15,12 +15,16 @@ Options           for pg_options: how a group talks, where the defaults won't do
 ProcessGroup      the class of groups with this backend
 fully_shard       and what belongs to it: FSDPModule, MixedPrecisionPolicy, ... (composable.py)
 FullyShardedDataParallel, ShardedGradScaler   the classic wrapper (classic.py) and loss scaling, with torch's arguments
+StateDictType, FullStateDictConfig, ...   torch's own classes, which go with the wrapper: what torch.distributed.fsdp
+                  exports has its name here too
 
 Importing this module starts no thread and loads no shared object: the first group does. What a group raises are torch's
 classes and the library's at once (see errors.py).
 """
 
 import importlib
+
+from ..hosts import classic_names
 
 BACKEND = "fsdp"
 NEEDS = (2, 11)  # the oldest torch that this was tried with
@@ -86,18 +90,25 @@ _HOMES = {  # what is imported when it is asked for: `import torch` comes throug
     "FullyShardedDataParallel": "classic",
     "ShardedGradScaler": "scaler",
 }
-__all__ = ["BACKEND", "register", *(name for name in _HOMES if name != "DataParallelMeshDims")]
+__all__ = [
+    "BACKEND",
+    "register",
+    *(name for name in _HOMES if name != "DataParallelMeshDims"),
+    *classic_names.NAMES,
+]
 
 
 def __getattr__(name):
     if name in _HOMES:
         _check_version()
         return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    if name in classic_names.NAMES:
+        return getattr(importlib.import_module("torch.distributed.fsdp"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__():
-    return [*globals(), *_HOMES]
+    return [*globals(), *_HOMES, *classic_names.NAMES]
 
 
 register()  # last: `import torch` in it may come back here through the entry point
