@@ -79,7 +79,6 @@ _HOMES = {  # what is imported when it is asked for: `import torch` comes throug
     "Options": ".hosts.options",
     "ProcessGroup": "process_group",
     "CPUOffloadPolicy": "composable",
-    "DataParallelMeshDims": "composable",  # where torch has it
     "FSDPModule": "composable",
     "MixedPrecisionPolicy": "composable",
     "OffloadPolicy": "composable",
@@ -90,25 +89,21 @@ _HOMES = {  # what is imported when it is asked for: `import torch` comes throug
     "FullyShardedDataParallel": "classic",
     "ShardedGradScaler": "scaler",
 }
-__all__ = [
-    "BACKEND",
-    "register",
-    *(name for name in _HOMES if name != "DataParallelMeshDims"),
-    *classic_names.NAMES,
-]
+_NEWER = ("DataParallelMeshDims", "GradientReductionHandle")  # torch's own, where it has them
+__all__ = ["BACKEND", "register", *_HOMES, *classic_names.NAMES]
 
 
 def __getattr__(name):
     if name in _HOMES:
         _check_version()
         return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
-    if name in classic_names.NAMES:
+    if name in (*classic_names.NAMES, *_NEWER):
         return getattr(importlib.import_module("torch.distributed.fsdp"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__():
-    return [*globals(), *_HOMES, *classic_names.NAMES]
+    return [*globals(), *_HOMES, *classic_names.NAMES, *_NEWER]
 
 
 register()  # last: `import torch` in it may come back here through the entry point
