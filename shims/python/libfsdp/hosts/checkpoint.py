@@ -8,8 +8,8 @@ from ..checkpoint.adapter import Adapter, Piece
 from ..dtypes import name_of
 from ..errors import InvalidArgument, InvalidState
 from ..tensor import shard_extent
+from .index import Index
 from .iteration import state_of
-from .optim_state import Index
 from .state_dict import clean_name
 
 EXTRA_STATE = "_extra_state"  # as in the modules' own state dicts
@@ -40,41 +40,32 @@ class ModuleAdapter(Adapter):
         return local, param.shape, tuple(offset), ranks.replicate_size, ranks.replicate_rank
 
     def pieces(self, model, group):
-        cut = {}  # (id of a module, attribute): (ShardedParameter, its State)
-        for module in model.modules():
-            state = state_of(module)
-            for param in state.params if state is not None else ():
-                for holder, attribute in param.places:
-                    cut[id(holder), attribute] = param, state
-        found, seen = [], {}
+        places, found, seen = Index(model).places, [], {}
+        kept = {}  # {name of a buffer that a classic wrapper has cast: the dtype that it was of}
 
-        def add(path, tensor, lie, dtype=None, from_copy0=False):
-            name = clean_name(model, path)
+        def add(name, tensor, lie, dtype=None, from_copy0=False):
             first = seen.setdefault(id(tensor), name)
             local, shape, offset, copies, copy = lie
             tied_to = None if first == name else first
             found.append(Piece(name, local.detach(), shape, offset, copies, copy, dtype, tied_to, from_copy0))
 
-        def visit(module, path, kept):
-            kept = kept | {clean_name(model, path + name): dtype for name, dtype in _kept_dtypes(module)}
-            for attribute, parameter in module._parameters.items():
-                if parameter is not None:
-                    param, state = cut.get((id(module), attribute), (None, None))
-                    if param is not None:
-                        add(path + attribute, parameter, self.cut(parameter, param, state.ranks))
-                    else:
-                        add(path + attribute, parameter, self.lie(parameter.detach(), group))
-            transient = getattr(module, "_non_persistent_buffers_set", ())
-            for attribute, buffer in module._buffers.items():
-                if buffer is not None and attribute not in transient:
-                    dtype = kept.get(clean_name(model, path + attribute))
-                    add(path + attribute, buffer, self.lie(buffer.detach(), group), dtype and name_of(dtype), True)
-            for attribute, child in module._modules.items():
-                if child is not None:
-                    visit(child, f"{path}{attribute}.", kept)
+        def here(module, path, attribute):
+            return clean_name(model, f"{path}.{attribute}" if path else attribute)
 
         with self.host.no_grad():
-            visit(model, "", {})
+            for path, module in model.named_modules(remove_duplicate=False):
+                kept.update({here(module, path, name): dtype for name, dtype in _kept_dtypes(module)})
+                for attribute, parameter in module._parameters.items():
+                    if parameter is not None:
+                        unit = places.get((id(module), attribute))
+                        lie = self.lie(parameter.detach(), group) if unit is None else self.cut(parameter, *unit)
+                        add(here(module, path, attribute), parameter, lie)
+                transient = getattr(module, "_non_persistent_buffers_set", ())
+                for attribute, buffer in module._buffers.items():
+                    if buffer is not None and attribute not in transient:
+                        name = here(module, path, attribute)
+                        dtype = kept.get(name)
+                        add(name, buffer, self.lie(buffer.detach(), group), dtype and name_of(dtype), True)
         return found
 
     def extra_states(self, model):
