@@ -29,6 +29,7 @@ from tensorplay_fully_shard_models import (
 )
 
 import libfsdp.tensorplay.composable as ours
+from libfsdp.errors import Mismatch
 from libfsdp.tensorplay import fully_shard
 
 RANK = "tensorplay_rank.py"
@@ -249,6 +250,70 @@ def fails(job):
 
 def test_training_goes_on_after_an_exception(hosted):
     hosted(2, fails)
+
+
+def fails_alone(job, place):
+    """A backward that fails on one rank does not end on the others as if it had not, wherever it was. Programs that go on
+    with the next batch then go on together."""
+
+    class Failing(Net):
+        where = None
+
+        def forward(self, x):
+            for index, layer in enumerate(self.layers):
+                x = self.watched(layer(x, scale=0.5), index)
+            return self.watched(self.head(x), "head")
+
+        def watched(self, x, place):
+            if self.where == place:
+                x.register_hook(self.fail)
+            return x
+
+        def fail(self, grad):
+            raise KeyError("on the way back")
+
+    model = sharded(network(Failing))
+    x, y = batches()[0]
+    x, y = part(x, job.rank, job.size), part(y, job.rank, job.size)
+    step = lambda: F.mse_loss(model(x), y).backward()
+    step()
+    model.where = place if job.rank == 1 else None
+    failed = [raised(step)[0]]
+    assert failed[0] is (KeyError if job.rank == 1 else Mismatch)
+    model.where = None
+    while failed[-1] is not None and len(failed) < 4:  # a program that goes on with the next batch
+        failed.append(raised(step)[0])
+    assert failed[-1] is None
+    for p in model.parameters():
+        p.grad = None
+    same(train(model, job), train(network()), job)
+
+
+@pytest.mark.parametrize("place", ["head", 1, 0])
+def test_a_backward_that_fails_on_one_rank_fails_on_all(hosted, place):
+    hosted(2, fails_alone, place, limit=5)
+
+
+def gradients_of_inputs(job):
+    """Alone they reduce nothing; the backward after that is whole."""
+    model, plain = sharded(network()), network()
+    x, y = batches()[0]
+    mine = part(x, job.rank, job.size).clone().requires_grad_()
+    for net, data in ((model, mine), (plain, x.clone().requires_grad_())):
+        loss = F.mse_loss(net(data), part(y, job.rank, job.size) if net is model else y)
+        (grad,) = tp.autograd.grad(loss, [data], retain_graph=True)
+        assert all(p.grad is None for p in net.parameters())
+        loss.backward()
+        expected = grad if net is model else part(grad, job.rank, job.size) * job.size
+        if net is model:
+            found = expected
+    np.testing.assert_allclose(found.numpy(), expected.numpy(), atol=1e-6)
+    for (name, p), q in zip(model.named_parameters(), plain.named_parameters()):
+        np.testing.assert_allclose(p.grad.numpy(), cut(q[1].grad.numpy(), job.rank, job.size), atol=1e-6, err_msg=name)
+
+
+def test_gradients_of_inputs_alone(hosted):
+    hosted(2, gradients_of_inputs)
 
 
 def memory():

@@ -12,9 +12,10 @@ torch = pytest.importorskip("torch", reason="torch is not installed here; ci/tes
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
-from torch_fully_shard_models import batches, close_gradients, network, refused, sharded, train
+from torch_fully_shard_models import batches, close, close_gradients, network, refused, sharded, train
 
 import libfsdp.torch as ours
+from libfsdp.errors import Mismatch
 
 
 def between(job):
@@ -133,6 +134,35 @@ def refused_now():
 
 def test_between_passes(hosted):
     hosted(2, between)
+
+
+def fails_alone(job, layer):
+    """A backward that fails on one rank fails on all; programs that go on with the next batch then go on together."""
+    model, plain = sharded(), network()
+    (x, y), mine = batches(1)[0], slice(job.rank, None, job.size)
+    step = lambda: torch.nn.functional.mse_loss(model(x[mine]), y[mine]).backward()
+    step()
+    fail = model[layer].register_forward_hook(lambda module, args, out: out.register_hook(lambda _: refused_now()) and None)
+    if job.rank != 1:
+        fail.remove()
+    refused(step, ArithmeticError if job.rank == 1 else Mismatch)
+    fail.remove()
+    for _ in range(3):
+        try:
+            step()
+            break
+        except Mismatch:
+            pass
+    else:
+        raise AssertionError("no step succeeds after one that failed")
+    model.zero_grad()
+    train(model, job), train(plain, job, alone=True)
+    close(model, plain)
+
+
+@pytest.mark.parametrize("layer", [2, 1, 0])
+def test_a_backward_that_fails_on_one_rank_fails_on_all(hosted, layer):
+    hosted(2, fails_alone, layer, limit=5)
 
 
 def kib():

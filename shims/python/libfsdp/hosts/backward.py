@@ -192,6 +192,16 @@ class Backward:
         self.running = False
         self._open.clear()
 
+    @property
+    def has_gradients(self):
+        """In the pass that is running."""
+        return self.reduced or bool(self._waiting)
+
+    def leave(self):
+        """A pass without any."""
+        self.running, self._pass = False, None
+        self._open.clear()
+
     def end(self):
         """After the library has finished: sharded gradients become `.grad`."""
         state = self._state

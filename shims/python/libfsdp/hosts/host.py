@@ -68,8 +68,11 @@ class Host:
 
     # ---- Autograd ----
 
-    def anchor(self):
-        """A tensor that requires a gradient, for `gather`."""
+    def anchor(self, iteration):
+        """A tensor that requires a gradient, for `gather`: of one forward of the outermost module.
+
+        Where the framework calls what at_end_of_backward was given after an exception too, the host keeps
+        `iteration.unfinished`: forwards whose backward has begun and has not gone through all that needs their anchor."""
         raise NotImplementedError
 
     def gather(self, anchor, use):
@@ -88,7 +91,8 @@ class Host:
         raise NotImplementedError
 
     def at_end_of_backward(self, function):
-        """Call function() when the backward pass that is running is over."""
+        """Call function() when the backward pass that is running is over, and drop it uncalled when it fails (or see
+        `anchor`)."""
         raise NotImplementedError
 
     def records_backward(self):

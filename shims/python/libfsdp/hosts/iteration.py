@@ -23,7 +23,7 @@ class _End:
 
     def __call__(self):
         iteration, self.iteration = self.iteration, None
-        iteration.finish()
+        iteration.end_backward()
 
     def __del__(self):
         if self.iteration is not None:
@@ -41,10 +41,12 @@ class Iteration:
         self.root, self.host = root, root.host
         self.states, self.models = [], {}
         self.forward_root = None  # the State in whose forward we are, the outermost
+        self._anchor = None  # of the last forward
         self.depth = 0  # how often that one has been entered
         self.broken = False  # a forward or backward ended with an exception
         self.in_backward = False  # also after one that failed, until the next forward
         self.failed = False  # that one
+        self.unfinished = set()  # see Host.anchor
         self.recording = False  # of the last backward: it was recorded, and its graph holds the full parameters
         self.is_last_backward = root.is_last_backward
         self._generation = 0  # of units that were made anew, as their parameters' dtype changed
@@ -137,10 +139,16 @@ class Iteration:
         if self.forward_root is None:
             if self.broken or (self.in_backward and state is self.root):
                 self._go_on()
-            self.forward_root, self.depth = state, 1
+            self.forward_root, self.depth, self._anchor = state, 1, None
             self.settle()
         elif self.forward_root is state:
             self.depth += 1
+
+    def anchor(self):
+        """What the full parameters of this forward hang on in the graph."""
+        if self._anchor is None:
+            self._anchor = self.host.anchor(self)
+        return self._anchor
 
     def end_forward(self, state):
         if self.forward_root is state:
@@ -235,6 +243,19 @@ class Iteration:
         finally:
             self.is_last_backward = last
 
+    def end_backward(self):
+        """The engine says so. Not all ranks may have come to the end, so where it is not known that this one did, nothing
+        is reduced that it has no gradients for: that would end the others' backward without its part."""
+        unfinished, self.unfinished = self.unfinished, set()
+        if not unfinished:
+            self.finish()
+        elif any(state.backward.has_gradients for state in self.states):
+            self.backward_failed()
+        else:  # it may be one of which only the gradients of inputs were asked
+            self.in_backward = False
+            for state in self.states:
+                state.leave_backward()
+
     def finish(self):
         """The backward is over."""
         complete = False
@@ -296,5 +317,5 @@ class Iteration:
             for param in state.params:
                 if not param.frozen:
                     param.parameter.grad = None
-        self.forward_root, self.depth = None, 0
+        self.forward_root, self.depth, self.unfinished = None, 0, set()
         self.broken = self.in_backward = self.failed = self.recording = False

@@ -46,7 +46,6 @@ class State:
         self._running = set()  # of several modules, those that forward has yet to reach
         self._call = None  # stands for the last call of the module
         self._self = weakref.ref(self)
-        self._anchor = None
         self._raising = None  # the exception that was being handled when forward began
 
     # ---- Full and sharded ----
@@ -59,10 +58,8 @@ class State:
         """The modules show full parameters, which are part of the graph that is being recorded."""
         if self.comm.all_gather is not None:
             self.comm.gather()
-        if self._anchor is None:
-            self._anchor = self.host.anchor()
         if self.host.grad_enabled() and self.is_trainable:
-            trainable = self.host.gather(self._anchor, Use(self._self, self._call))
+            trainable = self.host.gather(self.iteration.anchor(), Use(self._self, self._call))
         else:
             trainable = self.twins(frozen=False)
         trainable, frozen = iter(trainable), iter(self.twins(frozen=True))
@@ -219,6 +216,13 @@ class State:
     def finish_backward(self):
         self.backward.finish()
         self._running = set()
+
+    def leave_backward(self):
+        """One that has reduced nothing."""
+        self.backward.leave()
+        if self.unit is not None and self.reshard_after_backward:
+            self.unit.reshard()
+            self.hide()
 
     def forget(self):
         """After an exception."""

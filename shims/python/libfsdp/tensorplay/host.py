@@ -11,6 +11,7 @@ holds one.
 """
 
 import functools
+import weakref
 
 import tensorplay as tp
 import tensorplay.distributed as dist
@@ -50,7 +51,10 @@ class TensorPlayHost(Host):
 
     def __init__(self):
         self._gather = _remembered(gather_function(Function))
-        Gate.apply(tp.empty(0), Context())  # 1.0, see above
+        nothing = tp.empty(0)
+        Anchor.apply(nothing, Progress(self))  # 1.0, see above
+        Gate.apply(nothing, nothing, Progress(self))
+        self._leaf = tp.empty(0, requires_grad=True)
 
     # ---- Memory ----
 
@@ -97,8 +101,12 @@ class TensorPlayHost(Host):
 
     # ---- Autograd ----
 
-    def anchor(self):
-        return tp.empty(0, requires_grad=True)
+    def anchor(self, iteration):
+        progress = Progress(iteration)
+        tensor = Anchor.apply(self._leaf, progress)
+        _forget_outputs(progress)
+        tensor.progress = progress
+        return tensor
 
     def gather(self, anchor, use):
         tensors = self._gather.apply(anchor, use)
@@ -119,7 +127,9 @@ class TensorPlayHost(Host):
     def hook(self, module, state):
         def after(module, args, output):
             output = state.after_forward(module, output)
-            return tree.mapped(output, tp.Tensor, _gated) if tp.is_grad_enabled() else output
+            if not tp.is_grad_enabled() or state.iteration is None:
+                return output
+            return tree.mapped(output, tp.Tensor, functools.partial(_gated, state.iteration.anchor()))
 
         module.register_forward_pre_hook(state.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)
@@ -172,35 +182,65 @@ def _before_part(param, part, args):
     refuse_shards(param, f"forward of {type(part).__name__}, which has {param.name!r},")
 
 
-class Context:
-    """For the context of one application of a Function."""
-
-
 class Gate(Function):
     """An output of a unit, as it is, but behind a Function.
 
     The engine goes through all nodes of its own that are ready before it takes one of Python's, and of those the one
     that was made last. Without a gate it would go through the whole model before the first unit's gradients reach the
     library, and all units would be full by then; with one, the layers before wait until the units after them are done.
+
+    It needs the anchor too, so that the engine, if it comes to its end, has gone through that after every gate.
     """
 
     @staticmethod
-    def forward(ctx, tensor, use):
-        use.context = ctx
+    def forward(ctx, tensor, anchor, progress):
+        progress.context, ctx.progress = ctx, progress
         return tensor.detach()
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None
+        ctx.progress.begin()
+        return grad, None, None
 
 
-def _gated(tensor):
+def _gated(anchor, tensor):
     if not tensor.requires_grad:
         return tensor
-    use = Context()
-    tensor = Gate.apply(tensor, use)
-    _forget_outputs(use)
+    tensor = Gate.apply(tensor, anchor, anchor.progress)
+    _forget_outputs(anchor.progress)
     return tensor
+
+
+class Progress:
+    """Of the backward of one forward: the engine says that a pass is over after an exception too. It is also where an
+    application of a Function leaves its context."""
+
+    def __init__(self, iteration):
+        self._iteration = weakref.ref(iteration)
+
+    def begin(self):
+        iteration = self._iteration()
+        if iteration is not None:
+            iteration.unfinished.add(self)
+
+    def end(self):
+        iteration = self._iteration()
+        if iteration is not None:
+            iteration.unfinished.discard(self)
+
+
+class Anchor(Function):
+    """Full parameters and gates come out of it, so the engine goes through it when it has gone through all of them."""
+
+    @staticmethod
+    def forward(ctx, leaf, progress):
+        progress.context, ctx.progress = ctx, progress
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.progress.end()
+        return None, None
 
 
 def _remembered(function):

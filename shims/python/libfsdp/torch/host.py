@@ -99,7 +99,7 @@ class TorchHost(Host):
 
     # ---- Autograd ----
 
-    def anchor(self):
+    def anchor(self, iteration):
         return torch.empty(0, requires_grad=True)
 
     def gather(self, anchor, use):
