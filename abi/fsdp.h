@@ -1141,8 +1141,9 @@ FSDP_API fsdp_status fsdp_load_options_init(fsdp_load_options *options, size_t s
  * names (tied_to) is wanted once, and read by the first of them that is there. JSON values of `from` are set in `into`.
  * Entries of a rank are not touched. All names, shapes, dtypes and parts are checked first: after an error nothing has
  * been written. Errors: INVALID (missing or unexpected names, of which the message has the first few; shapes, dtypes or
- * parts that don't fit, a tensor that is read-only, memory that overlaps, naming the entry), CALLBACK (on_progress
- * ended it: what it was told of is written). */
+ * parts that don't fit, a tensor that is read-only, naming the entry; a byte that would be written for two entries, or
+ * written for one and read for another, naming both: parts of one array may lie between each other, and what is
+ * tied_to another is that one), CALLBACK (on_progress ended it: what it was told of is written). */
 FSDP_API fsdp_status fsdp_state_dict_load(fsdp_state_dict *into, fsdp_state_dict *from,
                                           const fsdp_load_options *options);
 /* The same into a model's shards, but for JSON values. Seen by the next call that unshards; STATE while a unit is

@@ -34,16 +34,10 @@ static void dict_view(const struct source *source, int64_t index, const struct b
 {
     const struct state_entry *values = state_dict_values(source->of, index);
     *out = values->data;
-    if (box_count(want)) /* an empty one may lie anywhere */
+    if (box_count(want))
         box_narrow(out, &values->part, want);
-}
-
-static int dict_overlaps(const struct source *source, int64_t index, const struct box *want, const struct tensor *out)
-{
-    struct tensor view;
-    if (!box_count(want)) return 0;
-    dict_view(source, index, want, &view);
-    return !tensor_same_place(&view, out) && tensor_overlap(&view, out);
+    else /* it may lie anywhere */
+        tensor_make(out, NULL, values->data.type, want->ndim, want->size);
 }
 
 static fsdp_status dict_read(const struct source *source, int64_t index, const struct box *want,
@@ -70,7 +64,7 @@ void state_dict_source(const fsdp_state_dict *dict, struct source *out)
                            .entry = dict_entry,
                            .find = dict_find,
                            .holds = dict_holds,
-                           .overlaps = dict_overlaps,
+                           .view = dict_view,
                            .read = dict_read,
                            .n_json = dict->n_json,
                            .json = dict_json,
@@ -180,17 +174,14 @@ static fsdp_status check_values(const struct source *from, int64_t index, const 
     return FSDP_OK;
 }
 
-static fsdp_status check_writable(const struct source *from, int64_t index, const struct state_entry *wanted)
+static fsdp_status check_writable(const struct state_entry *wanted)
 {
     char name[240];
     struct tensor out;
     snprintf(name, sizeof name, "the tensor of '%.200s'", wanted->name);
     CHECK_ARG(!(wanted->tensor->flags & DLPACK_FLAG_BITMASK_READ_ONLY),
               "%s is read-only: nothing can be loaded into it", name);
-    TRY(tensor_import_output(&wanted->tensor->dl_tensor, name, &out));
-    CHECK_ARG(!from->overlaps || !from->overlaps(from, index, &wanted->part, &wanted->data),
-              "%s overlaps in memory with what is to be loaded into it: give separate memory", name);
-    return FSDP_OK;
+    return tensor_import_output(&wanted->tensor->dl_tensor, name, &out);
 }
 
 void state_plan_free(struct state_plan *plan)
@@ -214,9 +205,10 @@ fsdp_status state_plan_make(const struct source *from, const fsdp_state_dict *in
         if (plan->from[i] < 0) continue;
         const struct box *want = whole ? &entry->whole : &entry->part;
         status = check_values(from, plan->from[i], entry, want);
-        if (status == FSDP_OK && !whole) status = check_writable(from, plan->from[i], entry);
+        if (status == FSDP_OK && !whole) status = check_writable(entry);
         plan->bytes += box_count(want) * (int64_t)dtype_size(entry->type);
     }
+    if (status == FSDP_OK) status = state_check_memory(from, into, plan, whole);
     if (status != FSDP_OK) state_plan_free(plan);
     return status;
 }

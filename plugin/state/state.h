@@ -2,10 +2,11 @@
  *
  *   dict.c             the container                  model_state.c  a model's parameters as a dict
  *   load.c             names and parts, compared      gather.c       parts to whole tensors
- *   box.c              parts of tensors               safetensors.c  the header of one file, checked
- *   manifest.c         what says which files make     text.c         JSON in and out
- *                      up a checkpoint                save.c         writing one, by all ranks: save_plan.c says what,
- *   checkpoint_open.c  headers brought together                      save_folder.c where, save_file.c writes one file
+ *   overlap.c          and their memory               safetensors.c  the header of one file, checked
+ *   box.c              parts of tensors               text.c         JSON in and out
+ *   manifest.c         what says which files make     save.c         writing a checkpoint, by all ranks: save_plan.c
+ *                      up a checkpoint                               says what, save_folder.c where, save_file.c writes
+ *   checkpoint_open.c  headers brought together                      one file
  *   checkpoint.c       one that is open, read         block_sum*.c   checksums
  *
  * Ownership: a dict has the managed tensors that it was given, and hands out handles that keep them. A checkpoint has
@@ -83,8 +84,8 @@ struct source {
     int64_t (*find)(const struct source *source, const char *name);                 /* a tensor's; -1: none */
     /* Whether the elements of `want` are there; NULL: always. */
     int (*holds)(const struct source *source, int64_t index, const struct box *want);
-    /* Whether `want` lies where `out` does, in part, so that reading would not do; NULL: never. */
-    int (*overlaps)(const struct source *source, int64_t index, const struct box *want, const struct tensor *out);
+    /* Where `want` lies in memory; NULL: in none. */
+    void (*view)(const struct source *source, int64_t index, const struct box *want, struct tensor *out);
     fsdp_status (*read)(const struct source *source, int64_t index, const struct box *want, const struct tensor *out);
     int64_t n_json;
     void (*json)(const struct source *source, int64_t index, const char **name, const char **text);
@@ -100,6 +101,12 @@ struct state_plan {
 fsdp_status state_plan_make(const struct source *from, const fsdp_state_dict *into, const fsdp_load_options *options,
                             int whole, struct state_plan *plan);
 void state_plan_free(struct state_plan *plan);
+/* overlap.c: no entry is written where another is, or where what another will read lies; where it is read from itself,
+ * only if it lies there in the very same way. */
+fsdp_status state_check_memory(const struct source *from, const fsdp_state_dict *into, const struct state_plan *plan,
+                               int whole);
+/* Whether they share a byte; as tensor_overlap, but exact whatever the strides are. It may go through all elements. */
+int tensor_meet(const struct tensor *a, const struct tensor *b);
 /* Tell the host how far it is; CALLBACK when that ends it. */
 fsdp_status state_progress(const fsdp_load_options *options, int64_t done, int64_t total);
 /* See fsdp_state_dict_load. options is of this library's size. */

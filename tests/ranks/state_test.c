@@ -542,7 +542,9 @@ static void rank_trouble(struct rank *r)
         if (!host_make(group, layout, NULL, 11, &h)) continue;
         int root = r->rank == 0;
         fsdp_load_options load = {.struct_size = sizeof load, .from_rank0 = 1};
-        for (int trouble = 0; trouble < 4; trouble++) {
+        for (int trouble = 0; trouble < 5; trouble++) {
+            int shards_are_whole = r->size == 1 || layout == LAYOUT_NO_SHARD;
+            if (trouble == 4 && !shards_are_whole) continue;
             fsdp_state_dict *dict = root ? wholes(&own, 30, 1) : NULL;
             fsdp_entry entry = {.struct_size = sizeof entry, .name = "rows", .ndim = 2, .shape = rows};
             DLManagedTensorVersioned *tensor = NULL;
@@ -554,12 +556,18 @@ static void rank_trouble(struct rank *r)
             } else if (trouble == 2) { /* half of it */
                 static const int64_t half[] = {2, 3};
                 tensor = host_tensor(DTYPE_F32, 2, half, 0);
-            } else { /* nothing wrong but on the last rank */
+            } else if (trouble == 3) { /* nothing wrong but on the last rank */
                 tensor = host_tensor(DTYPE_F32, 2, rows, 0);
+            } else { /* another's shard, which will be written */
+                int64_t columns;
+                fsdp_state_dict *shards = dict_of(h.model, FSDP_STATE_SHARDED, 0, 0, NULL);
+                OK(fsdp_state_dict_find(shards, "columns", &columns));
+                OK(fsdp_state_dict_tensor(shards, columns, &tensor));
+                fsdp_state_dict_release(shards);
             }
             if (root) OK(fsdp_state_dict_add(dict, &entry, tensor));
             if (!root) tensor->deleter(tensor);
-            if (trouble < 3) {
+            if (trouble != 3) {
                 REFUSED(fsdp_model_load_state_dict(h.model, dict, &load), FSDP_ERR_INVALID, "'rows'");
             } else {
                 int last = r->rank == r->size - 1 && r->size > 1;

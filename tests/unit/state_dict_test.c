@@ -10,7 +10,8 @@
 #include "fsdp.h"
 
 #include "base/mem.h"
-#include "tensor/dtype.h"
+#include "base/os.h"
+#include "state/state.h"
 
 static void refused(fsdp_status got, fsdp_status want, const char *word, int line)
 {
@@ -619,6 +620,203 @@ Test(state_dict, what_can_not_be_written_is_found_before_anything_is)
     OK(fsdp_state_dict_load(same, same, NULL)); /* the very same memory is as it should be */
     expect(same, "first", 4, 10);
     fsdp_state_dict_release(same);
+}
+
+/* An entry that is a view of `memory`. */
+static void add_view(fsdp_state_dict *dict, const char *name, float *memory, int ndim, const int64_t *shape,
+                     int64_t *strides)
+{
+    fsdp_entry entry = named(name, ndim, shape);
+    DLManagedTensorVersioned *view = tensor_of(DTYPE_F32, ndim, shape, 0);
+    view->dl_tensor.data = memory;
+    view->dl_tensor.strides = strides;
+    OK(fsdp_state_dict_add(dict, &entry, view));
+}
+
+static void count_up(float *memory, int n, float from)
+{
+    for (int k = 0; k < n; k++) memory[k] = from + (float)k;
+}
+
+Test(state_dict, memory_that_two_names_would_write_is_refused)
+{
+    static const int64_t six[] = {6}, left[] = {5, 4}, right[] = {5, 6}, wide[] = {5, 5};
+    int64_t rows_of_10[] = {10, 1}, twos[] = {2};
+    float memory[50];
+    fsdp_load_options options = loading();
+
+    fsdp_state_dict *from = empty(), *into = empty();
+    count_up(memory, 50, 100);
+    add(from, "b", DTYPE_F32, 6, 10);
+    add(from, "a", DTYPE_F32, 6, 20);
+    add(from, "c", DTYPE_F32, 6, 30);
+    add_view(into, "c", memory + 20, 1, six, NULL);
+    add_view(into, "b", memory, 1, six, NULL);
+    add_view(into, "a", memory, 1, six, NULL); /* the same, but not said to be */
+    REFUSED(fsdp_state_dict_load(into, from, NULL), FSDP_ERR_INVALID, "'b' and 'a'");
+    cr_expect(strstr(fsdp_last_error(), "tied_to"), "%s", fsdp_last_error());
+    for (int k = 0; k < 50; k++) cr_expect_eq(memory[k], (float)(100 + k));
+    fsdp_state_dict_release(into);
+
+    into = empty(); /* one byte past the end of the other */
+    add_view(into, "a", memory, 1, six, NULL);
+    add_view(into, "b", memory + 6, 1, six, NULL);
+    add_view(into, "c", (float *)((char *)(memory + 12) - 1), 1, six, NULL);
+    REFUSED(fsdp_state_dict_load(into, from, NULL), FSDP_ERR_INVALID, "'b' and 'c'");
+    fsdp_state_dict_release(into);
+
+    into = empty(); /* side by side, and between each other */
+    add_view(into, "b", memory, 1, six, NULL);
+    add_view(into, "c", memory + 6, 1, six, twos);
+    add_view(into, "a", memory + 7, 1, six, twos);
+    OK(fsdp_state_dict_load(into, from, NULL));
+    for (int k = 0; k < 6; k++)
+        cr_expect(memory[k] == (float)(10 + k) && memory[6 + 2 * k] == (float)(30 + k) &&
+                  memory[7 + 2 * k] == (float)(20 + k));
+    fsdp_state_dict_release(into);
+    into = empty(); /* one that is not written is not in the way */
+    add_view(into, "b", memory, 1, six, NULL);
+    add_view(into, "only here", memory, 1, six, NULL);
+    options.partial = 1;
+    OK(fsdp_state_dict_load(into, from, &options));
+    fsdp_state_dict_release(into);
+    fsdp_state_dict_release(from);
+
+    float parts[2][30];
+    count_up(parts[0], 30, 10);
+    count_up(parts[1], 30, 60);
+    from = empty(), into = empty(); /* columns of one matrix */
+    add_view(from, "right", parts[1], 2, right, NULL);
+    add_view(from, "left", parts[0], 2, left, NULL);
+    add_view(into, "right", memory + 4, 2, right, rows_of_10);
+    add_view(into, "left", memory, 2, left, rows_of_10);
+    OK(fsdp_state_dict_load(into, from, NULL));
+    for (int k = 0; k < 50; k++)
+        cr_expect_eq(memory[k], k % 10 < 4 ? parts[0][k / 10 * 4 + k % 10] : parts[1][k / 10 * 6 + k % 10 - 4]);
+    fsdp_state_dict_release(into);
+    fsdp_state_dict_release(from);
+    from = empty(), into = empty(); /* one column more than there is room for */
+    add_view(from, "right", parts[1], 2, right, NULL);
+    add_view(from, "left", parts[0], 2, wide, NULL);
+    add_view(into, "right", memory + 4, 2, right, rows_of_10);
+    add_view(into, "left", memory, 2, wide, rows_of_10);
+    REFUSED(fsdp_state_dict_load(into, from, NULL), FSDP_ERR_INVALID, "'right' and 'left'");
+    fsdp_state_dict_release(into);
+    fsdp_state_dict_release(from);
+}
+
+Test(state_dict, memory_that_is_still_to_be_read_is_not_written)
+{
+    static const int64_t four[] = {4}, two[] = {2, 4};
+    int64_t again[] = {0, 1};
+    float memory[8], other[4];
+    fsdp_state_dict *from = empty(), *into = empty();
+    count_up(memory, 8, 10);
+    count_up(other, 4, 70);
+    add_view(from, "a", memory + 4, 1, four, NULL); /* the two in each other's places */
+    add_view(from, "b", memory, 1, four, NULL);
+    add_view(into, "a", memory, 1, four, NULL);
+    add_view(into, "b", memory + 4, 1, four, NULL);
+    REFUSED(fsdp_state_dict_load(into, from, NULL), FSDP_ERR_INVALID, "'a', which will be written");
+    cr_expect(strstr(fsdp_last_error(), "'b'"), "%s", fsdp_last_error());
+    for (int k = 0; k < 8; k++) cr_expect_eq(memory[k], (float)(10 + k));
+    fsdp_state_dict_release(into);
+    into = empty(); /* where they are */
+    add_view(into, "a", memory + 4, 1, four, NULL);
+    add_view(into, "b", memory, 1, four, NULL);
+    OK(fsdp_state_dict_load(into, from, NULL));
+    fsdp_state_dict_release(into);
+    fsdp_state_dict_release(from);
+
+    from = empty(), into = empty(); /* what is read may lie anywhere, also several times in one place */
+    add_view(from, "a", other, 1, four, NULL);
+    add_view(from, "b", other, 1, four, NULL);
+    add_view(from, "c", other, 2, two, again);
+    float wide[8];
+    add_view(into, "a", memory + 4, 1, four, NULL);
+    add_view(into, "b", memory, 1, four, NULL);
+    add_view(into, "c", wide, 2, two, NULL);
+    OK(fsdp_state_dict_load(into, from, NULL));
+    for (int k = 0; k < 8; k++) cr_expect(memory[k] == (float)(70 + k % 4) && wide[k] == (float)(70 + k % 4));
+    fsdp_state_dict_release(into);
+    fsdp_state_dict_release(from);
+}
+
+/* Views of 64 bytes with any strides, against all their bytes. */
+Test(state_dict, whether_two_tensors_meet_is_exact)
+{
+    static char memory[4096];
+    unsigned random = 12345;
+    int met = 0, apart = 0;
+    for (int i = 0; i < 200000; i++) {
+        struct tensor t[2];
+        uint64_t bytes[2] = {0};
+        for (int k = 0; k < 2; k++) {
+            static const enum dtype types[] = {DTYPE_U8, DTYPE_I16, DTYPE_F32};
+            int64_t shape[3], low = 0, high = 0;
+            random = random * 1664525 + 1013904223;
+            enum dtype type = types[(random >> 10) % 3];
+            int64_t size = (int64_t)dtype_size(type);
+            int32_t ndim = (int32_t)((random >> 12) % 4);
+            for (int d = 0; d < ndim; d++) shape[d] = 1 + (random >> (14 + 3 * d)) % 4;
+            tensor_make(&t[k], memory + 2048, type, ndim, shape);
+            for (int d = 0; d < ndim; d++) {
+                random = random * 1664525 + 1013904223;
+                if (shape[d] < 2) continue;
+                t[k].strides[d] = (int64_t)((random >> 12) % 15) - 4;
+                int64_t reach = (shape[d] - 1) * t[k].strides[d] * size;
+                *(reach < 0 ? &low : &high) += reach;
+                t[k].contiguous = 0;
+            }
+            if (high - low + size > 64) {
+                k--; /* another */
+                continue;
+            }
+            random = random * 1664525 + 1013904223;
+            int64_t at = (random >> 12) % (64 - (high - low + size) + 1) - low;
+            t[k].data = memory + 2048 + at;
+            for (int64_t e = 0; e < t[k].count; e++) {
+                int64_t place = at, left = e;
+                for (int d = ndim - 1; d >= 0; d--) {
+                    place += left % shape[d] * t[k].strides[d] * size;
+                    left /= shape[d];
+                }
+                bytes[k] |= ((UINT64_C(1) << size) - 1) << place;
+            }
+        }
+        int want = (bytes[0] & bytes[1]) != 0;
+        want ? met++ : apart++;
+        cr_assert_eq(tensor_meet(&t[0], &t[1]), want, "case %d: %llx and %llx", i, (unsigned long long)bytes[0],
+                     (unsigned long long)bytes[1]);
+    }
+    cr_expect(met > 10000 && apart > 10000, "%d, %d", met, apart);
+}
+
+Test(state_dict, memory_of_many_entries_is_compared_quickly)
+{
+    enum { MANY = 20000, COLUMNS = 500 };
+    static float memory[MANY * 4], values[MANY * 4], matrix[COLUMNS * COLUMNS];
+    static const int64_t four[] = {4}, column[] = {COLUMNS};
+    int64_t step[] = {COLUMNS};
+    fsdp_state_dict *from = empty(), *into = empty();
+    for (int i = 0; i < MANY; i++) {
+        char name[16];
+        snprintf(name, sizeof name, "name %d", i);
+        add_view(from, name, values, 1, four, NULL); /* all read one and the same */
+        add_view(into, name, memory + 4 * (i * 7919 % MANY), 1, four, NULL);
+    }
+    for (int i = 0; i < COLUMNS; i++) {
+        char name[16];
+        snprintf(name, sizeof name, "column %d", i);
+        add_view(from, name, values, 1, column, NULL);
+        add_view(into, name, matrix + i, 1, column, step);
+    }
+    int64_t begin = os_now_ns();
+    OK(fsdp_state_dict_load(into, from, NULL));
+    int64_t ms = (os_now_ns() - begin) / 1000000;
+    cr_expect_lt(ms, 3000, "%lld ms", (long long)ms);
+    fsdp_state_dict_release(into);
+    fsdp_state_dict_release(from);
 }
 
 static int32_t count_calls(int64_t done, int64_t total, void *user)

@@ -263,7 +263,8 @@ class StateDict(Mapping):
         partial  False: all names must agree. True: what is missing keeps its values, what is unexpected is passed over
         prefix   of the source's names, of which those without it are not looked at
 
-        Returns a LoadResult. Raises InvalidArgument, with nothing written, for names, shapes, dtypes or parts that don't fit.
+        Returns a LoadResult. Raises InvalidArgument, with nothing written, for names, shapes, dtypes or parts that don't
+        fit, and for arrays that share memory under two names (tie them: see `tie`).
         """
         if not isinstance(source, StateDict):
             raise TypeError(f"source: {type(source).__name__} is not a libfsdp.StateDict")
