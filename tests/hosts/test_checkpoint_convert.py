@@ -226,6 +226,130 @@ def test_dcp_loads_on_ranks(hosted, convert, tmp_path):
     hosted(2, loading_dcp, str(tmp_path / "theirs"), str(tmp_path / "theirs.pt"))
 
 
+class Counting(nn.Linear):
+    """With an extra state."""
+
+    calls = 0
+
+    def get_extra_state(self):
+        return {"calls": self.calls, "scales": [0.5, float("inf"), None], "kind": "counting"}
+
+    def set_extra_state(self, state):
+        self.calls = state
+
+
+def odd_states():
+    """Training whose optimizer has states that are no tensors, as some do."""
+    model = nn.Sequential(nn.Linear(3, 2), Counting(2, 4))
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=torch.tensor([0.25]), momentum=0.9)
+    for index, parameter in enumerate(model.parameters()):
+        optimizer.state[parameter] = {
+            "momentum_buffer": None,
+            "note": f"number {index}",
+            "list": [index, "two", None, [2.5, float("-inf")]],
+            "count": 5 + index,
+            "large": torch.tensor((1 << 60) + index),
+            "low": torch.tensor(1.5 + index, dtype=torch.bfloat16),
+        }
+    return model, optimizer
+
+
+@pytest.mark.parametrize("form", ["pt", "dcp"])
+def test_states_that_are_no_tensors_go_there_and_back(convert, form):
+    model, optimizer = odd_states()
+    states = dict(zip(("model", "optim"), get_state_dict(model, optimizer)))
+    torch.save(states, "theirs.pt") if form == "pt" else dcp.save(states, checkpoint_id="theirs")
+    theirs, back = ("theirs.pt", "back.pt") if form == "pt" else ("theirs", "back")
+    assert convert(theirs, "ours", "--to", "sharded", "--ranks", "2") == ""
+    assert convert("ours", back, *(("--to", "dcp") if form == "dcp" else ())) == ""
+    fresh, other = odd_states()
+    fresh[1].calls, other.state = 9, {}
+    checkpoint.load("ours", fresh, other)
+    assert fresh[1].calls == model[1].get_extra_state()
+    found = [other.state[parameter] for parameter in fresh.parameters()]
+    assert found == [optimizer.state[parameter] for parameter in model.parameters()]
+    if form == "dcp":
+        dcp_to_torch_save("back", "back.pt")
+    saved = torch.load("back.pt")
+    assert list(saved["model"]) == list(states["model"])
+    assert saved["model"]["1._extra_state"] == model[1].get_extra_state()
+    assert saved["optim"]["state"] == states["optim"]["state"]
+    kinds = [{key: getattr(value, "dtype", type(value)) for key, value in state.items()} for state in found]
+    assert kinds == [
+        {key: getattr(value, "dtype", type(value)) for key, value in optimizer.state[parameter].items()}
+        for parameter in model.parameters()
+    ]
+    assert saved["optim"]["param_groups"][0]["lr"] == 0.25
+
+
+def test_all_that_is_left_out_is_said(run, convert):
+    model, optimizer = odd_states()
+    first, *others = model.parameters()
+    optimizer.state[first] |= {"parts": [torch.ones(2)], "pair": (1, 2), "table": {"a": 1}, 7: 1}
+    optimizer.state[first] |= {"a/b": torch.zeros(2, 3), "z": torch.tensor(1 + 2j)}
+    optimizer.param_groups[0]["dtype"] = torch.float16
+    model.register_buffer("words", torch.ones(2))
+    states = {"model": model.state_dict(), "optim": optimizer.state_dict(), "epoch": 3, "modules": [], "optimizer": "SGD"}
+    states["ema"] = {"0.weight": torch.ones(2, 3)}
+    states["model"]["note"] = "by hand"
+    states["model"]["2._extra_state"] = {1, 2}
+    states["optim"]["scale"] = 2.0
+    states["optim"]["state"]["all"] = {"step": 1}
+    states["optim"]["state"]["lot"] = 4
+    torch.save(states, "theirs.pt")
+    err = convert("theirs.pt", "ours.safetensors", "--trust")
+    reasons = dict(line.removeprefix("libfsdp.checkpoint: left out: ").split(": ", 1) for line in err.splitlines())
+    assert list(reasons) == [
+        "'note' of the model",
+        "'2._extra_state' of the model",
+        "the optimizer's 'scale' (a float)",
+        "the optimizer's state 'all'",
+        "the optimizer's state 'lot'",
+        "the option 'dtype' of the optimizer's group 0",
+        *(f"the optimizer's state {key!r} of 0.weight" for key in ("parts", "pair", "table", 7, "a/b", "z")),
+        "'modules'",
+        "'optimizer'",
+        "'ema'",
+    ]
+    assert reasons["'ema'"] == "a dict, which JSON can't hold" and "complex" in reasons["the optimizer's state 'z' of 0.weight"]
+    with checkpoint.Checkpoint("ours.safetensors") as opened:
+        assert opened.json["epoch"] == 3 and opened.json["optimizer"]["numbers"]["0.bias"]["count"] == 6
+    assert [line for line in run("list", "theirs.pt", "--trust")[1].splitlines() if "has no place" in line] == [
+        f"has no place in libfsdp's checkpoints: {name}: {reason}" for name, reason in reasons.items()
+    ]
+
+
+def test_files_of_ranks_that_say_different_things(convert):
+    """Of a pipeline, say: each has its own parameters, and some options that are the same."""
+    os.mkdir("stages")
+    for rank, name in enumerate("ab"):
+        state = {name: {"exp_avg": torch.full((2,), rank + 0.5), "step": torch.tensor(3.0 + rank)}}
+        groups = [{"params": [name], "lr": 0.1, "betas": (0.9, 0.99)}, {"params": [f"{name}2"], "lr": 0.2 + rank}]
+        model = {name: torch.arange(2.0) + rank, f"{name}2": torch.ones(1) * rank}
+        values = {"model": model, "optim": {"state": state, "param_groups": groups}, "epoch": 3, "seed": 10 + rank}
+        torch.save(values, f"stages/stage{rank}.pt")
+    err = convert("stages", "whole.pt")
+    assert err == (
+        "libfsdp.checkpoint: left out: 'seed' of other files than the first: these differ, and there can be one only\n"
+    )
+    saved = torch.load("whole.pt")
+    assert (saved["epoch"], saved["seed"]) == (3, 10) and saved["model"]["b"].tolist() == [1.0, 2.0]
+    assert [(group["params"], group["lr"]) for group in saved["optim"]["param_groups"]] == [
+        (["a", "b"], 0.1),
+        (["a2"], 0.2),
+        (["b2"], 1.2),
+    ]
+    assert saved["optim"]["state"]["b"]["step"] == 4.0 and saved["optim"]["state"]["b"]["exp_avg"].tolist() == [1.5, 1.5]
+
+
+def test_an_optimizers_tensors_alone(convert):
+    checkpoint.save("ours", *trained())
+    convert("ours", "optim.pt", "--names", "optimizer/*")
+    saved, whole = torch.load("optim.pt"), convert("ours", "whole.pt") and torch.load("whole.pt")
+    assert saved["model"] == {} and saved["optim"]["param_groups"] == whole["optim"]["param_groups"]
+    assert saved["optim"]["state"].keys() == whole["optim"]["state"].keys()
+
+
 def test_safetensors_package(convert):
     files = pytest.importorskip("safetensors.torch")
     model, optimizer = trained()

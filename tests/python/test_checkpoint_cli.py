@@ -18,6 +18,7 @@ from conftest import environment, run_python
 
 import libfsdp
 from libfsdp import checkpoint
+from libfsdp.checkpoint import table
 from libfsdp.checkpoint.__main__ import main
 from libfsdp.checkpoint.table import human, parse_bytes
 
@@ -58,6 +59,7 @@ def save(path, tensors=TENSORS, json={"optimizer": OPTIMIZER, "extra": {"epoch":
 def run(capsys, tmp_path, monkeypatch):
     """The command line in this process, in a folder of its own: run(...) gives (code, output, error output)."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(table, "_EVERY_S", 3600)  # on a slow disk there would be lines of progress
 
     def go(*arguments):
         capsys.readouterr()
@@ -295,6 +297,26 @@ def test_other_safetensors_files(run):
     same({name: found[name] for name in tensors}, tensors)
     assert "not written by libfsdp" in run("list", "theirs")[1]
     assert "there are no checksums in it" in run("verify", "theirs")[1]
+
+
+def test_what_belongs_to_no_checkpoint_is_said(run):
+    """Notes in the headers of other programs' files, and files beside them."""
+    head = json.dumps(
+        {
+            "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+            "__metadata__": {"format": "pt", "trigger": "\x1b[31m" + "x" * 50},
+        }
+    ).encode()
+    os.mkdir("hf")
+    file = len(head).to_bytes(8, "little") + head + np.array([1.5, 2.5], np.float32).tobytes()
+    pathlib.Path("hf/model.safetensors").write_bytes(file)
+    pathlib.Path("hf/config.json").write_text("{}")
+    for path in ("hf", "hf/model.safetensors"):
+        wanted = ["'trigger' (\\x1b[31m" + "x" * 35 + "...): a note in the file's header"]
+        assert "has no place in libfsdp's checkpoints: " + wanted[0] in run("list", path)[1].splitlines()
+        wanted += ["config.json in hf: no part of the checkpoint"] if path == "hf" else []
+        code, _, err = run("convert", path, "out.safetensors", "--force")
+        assert (code, err.splitlines()) == (0, [f"libfsdp.checkpoint: left out: {line}" for line in wanted])
 
 
 # ---- What is there already -------------------------------------------------------------------------------------------

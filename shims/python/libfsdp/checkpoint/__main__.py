@@ -42,8 +42,8 @@ examples, from SRC to DST:
   run/last model.pt --to tensorplay                for tensorplay.load
 
 A model alone becomes a plain state dict; with an optimizer or JSON values beside it, {"model": ..., "optim": {"state":
-..., "param_groups": ...}, name: value}. What DST has no place for is said on the error output. Needs as much memory as
-the tensors of one checkpoint have bytes, at most.
+..., "param_groups": ...}, name: value}. What DST has no place for is said on the error output, in a line each: "left
+out: NAME: reason". Needs as much memory as the tensors of one checkpoint have bytes, at most.
 """
 
 
@@ -186,7 +186,7 @@ def _list(options):
         text = json.dumps(value)
         print(printable(f"JSON {name}: {text if len(text) <= 200 else text[:197] + '...'}"))
     for text in content.left_out:
-        print(printable(f"not shown: {text}"))
+        print(printable(f"has no place in libfsdp's checkpoints: {text}"))
     return 0
 
 
@@ -259,8 +259,8 @@ def _convert(options):
         force=options.force,
         trust=options.trust,
     )
-    if left_out:
-        print(f"libfsdp.checkpoint: left out: {printable('; '.join(left_out))}", file=sys.stderr)
+    for text in left_out:
+        print(f"libfsdp.checkpoint: left out: {printable(text)}", file=sys.stderr)
     print(convert.summary(content, options.dst))
     return 0
 

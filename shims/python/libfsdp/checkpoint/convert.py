@@ -8,7 +8,7 @@ import os
 import shutil
 
 from ..errors import FsdpError, InvalidArgument, NotFound, SystemFailure
-from .formats import PICKLES, TARGETS, kind_of, open_any, select
+from .formats import PICKLES, TARGETS, kind_of, open_any, select, some
 from .table import Progress, count, human
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -69,7 +69,7 @@ def convert(
         raise
     finally:
         _remove(beside)
-    return content, [*content.left_out, *left_out]
+    return content, [*content.left_out, *left_out, *_beside(content.path)]
 
 
 def _write(content, path, progress, to, ranks, max_file_bytes):
@@ -82,6 +82,15 @@ def _write(content, path, progress, to, ranks, max_file_bytes):
     if to == "dcp" or (to == "tensorplay" and not path.endswith((".pt", ".pth", ".mega"))):
         return formats_dcp.write(content, path, progress, to)
     return formats_pickle.write(content, path, progress, to)
+
+
+def _beside(path):
+    """Files in a checkpoint's folder that are none of it: Hugging Face's config.json and tokenizer, say."""
+    if not os.path.isdir(path):
+        return []
+    ours = _FOREIGN[kind_of(path)]
+    others = sorted(name for name in os.listdir(path) if not name.endswith(ours) and not name.startswith(".converting-"))
+    return [f"{some(others)} in {path}: no part of the checkpoint"] if others else []
 
 
 def summary(content, dst):

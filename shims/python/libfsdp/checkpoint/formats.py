@@ -15,6 +15,7 @@ from ..borrow import _describe, borrow
 from ..dtypes import TABLE
 from ..errors import Corrupt, InvalidArgument, NotFound, Unsupported
 from ..tensor import Tensor, _held, copy, from_dlpack, zeros
+from .table import count
 
 OPTIMIZER, OF_RANK = "optimizer/", "rank/"
 TARGETS = {
@@ -25,6 +26,7 @@ TARGETS = {
     "tensorplay": "a file of tensorplay.save's (.pt, .pth, .mega), or a folder of tensorplay.distributed.checkpoint's",
 }
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
+_SHOWN = 3  # names that a line has of many
 
 
 @dataclass
@@ -72,7 +74,7 @@ class Content:
     json      {name: value}
     of_ranks  [(rank, name, Item)], of each rank's own entries
     ranks     that wrote it; 0: not known
-    left_out  what the file has and libfsdp has no place for, in words
+    left_out  what the file has and libfsdp has no place for: "NAME: reason" each
     facts     [(what, text), ...] for `list`
     verify    verify(progress) gives the list of damage, in words; None: reading everything is the check
     """
@@ -182,6 +184,18 @@ def pickles_of(folder):
     return [os.path.join(folder, name) for name in sorted(os.listdir(folder), key=numbers) if name.endswith(PICKLES)]
 
 
+def some(names):
+    """A few of many names."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def of_ranks_left_out(content, reason):
+    """What is to be said where a target has no place for entries of single ranks."""
+    names = sorted({name for _, name, _ in content.of_ranks})
+    return [f"{some(names)} of {count(content.ranks, 'rank')}: {reason}"] if names else []
+
+
 def first_line(error):
     """An exception in one line; torch adds its C++ stack, and advice."""
     text = str(error).strip().partition("\n")[0].strip()
@@ -222,12 +236,11 @@ def same_bits(a, b):
     return a.shape == b.shape and bool((a == b).all())
 
 
-def number(array, dtype):
-    """The number in an array without dimensions."""
-    kind = "float64" if dtype.startswith(("float", "bfloat")) else dtype
-    if kind.startswith("complex"):
-        raise Unsupported(f"a complex number ({dtype}) has no form in JSON")
-    return cast(array, (), kind).numpy().item()
+def number(item):
+    """The number in an Item of one element. Raises Unsupported."""
+    if item.dtype.startswith("complex"):
+        raise Unsupported(f"a complex number ({item.dtype}) has no form in JSON")
+    return cast(item.read(), item.shape, "float64" if item.floats else item.dtype).numpy().item()
 
 
 def select(content, globs, dtype):
@@ -259,16 +272,17 @@ def select(content, globs, dtype):
         states = any(name.startswith(OPTIMIZER) for name in content.items)  # SGD's has groups alone
         kept = any(name.startswith(OPTIMIZER) for name in items) if states else chosen(OPTIMIZER)
         if "optimizer" in json:
-            json["optimizer"] = _groups_of(json["optimizer"], items)
+            about = {name.split("/", 2)[2] if name.startswith(OPTIMIZER) else name for name in items}
+            json["optimizer"] = _groups_of(json["optimizer"], about)
             if not kept or not json["optimizer"]["groups"]:
                 del json["optimizer"]
     return replace(content, items=items, json=json, of_ranks=of_ranks, left_out=list(content.left_out), verify=None)
 
 
-def _groups_of(optimizer, items):
-    """An optimizer's JSON value, of the parameters that are among these items."""
-    groups = [group | {"params": [name for name in group["params"] if name in items]} for group in optimizer["groups"]]
-    numbers = {name: values for name, values in optimizer["numbers"].items() if name in items}
+def _groups_of(optimizer, names):
+    """An optimizer's JSON value, of the parameters that are among these names."""
+    groups = [group | {"params": [name for name in group["params"] if name in names]} for group in optimizer["groups"]]
+    numbers = {name: values for name, values in optimizer["numbers"].items() if name in names}
     return optimizer | {"groups": [group for group in groups if group["params"]], "numbers": numbers}
 
 

@@ -11,7 +11,7 @@ import pickle
 
 from ..dtypes import name_of
 from ..errors import Corrupt, FsdpError, InvalidArgument
-from .formats import Item, first_line
+from .formats import Item, first_line, of_ranks_left_out, some
 from .formats_dict import content_of, value_of
 from .frameworks import framework
 
@@ -166,14 +166,10 @@ def _place(nested, where, value):
 def write(content, path, progress, to):
     """A folder that the package's `load` reads, into any number of ranks. Gives what was left out."""
     host = framework("tensorplay" if to == "tensorplay" else "torch")
-    dcp, left_out = host.dcp, []
-    if content.of_ranks:
-        left_out.append(
-            f"what belongs to single ranks ({', '.join(sorted({name for _, name, _ in content.of_ranks}))})"
-        )
+    dcp, left_out = host.dcp, of_ranks_left_out(content, "this kind of checkpoint has no place for them")
     tied = [name for name, item in content.items.items() if item.tied_to is not None]
     if tied:
-        left_out.append(f"that {', '.join(tied)} is tied to another tensor: its values are there once more")
+        left_out.append(f"that {some(tied)} is tied to another tensor: its values are there once more")
     value = host.tensors(value_of(content, left_out), progress, content.nbytes)
     dcp.save(value, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
     return left_out

@@ -5,18 +5,25 @@
 is what torch's and TensorPlay's files hold, with "optimizer" for "optim" at times, parameters' numbers for their names,
 and a model's state dict alone where there is nothing else. Leaves that are tensors are Items here. Values beside the
 model and the optimizer are JSON values of the Content, under their own keys.
+
+What one form has and the other has no place for is never dropped without a word: it goes into a list of what is left
+out, a line "NAME: reason" each.
 """
 
+import math
 import re
 from dataclasses import replace
 
-from ..errors import InvalidArgument, Unsupported
-from .formats import OPTIMIZER, Content, Item, Scalar, number
-from .training import decode, encode
+from ..errors import FsdpError, InvalidArgument, Unsupported
+from .formats import OPTIMIZER, Content, Item, Scalar, number, some
+from .training import decode, encode, plain
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 OPTIM_KEYS = ("optim", "optimizer", "optim_state_dict", "optimizer_state_dict")
 MODEL, OPTIM = MODEL_KEYS[0], OPTIM_KEYS[0]  # those that are written
+MODULES = "modules"  # the JSON value that has modules' extra states, by the names that their state dicts give them
+_EXTRA_STATE = "_extra_state"  # the last part of such a name
+_RESERVED = ("optimizer", MODULES)  # JSON values that have a meaning and a form
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -34,19 +41,25 @@ def content_of(value, path, kind, ties={}):
     model, optimizer, rest = _parts_of(value)
     _add_model(content, model, ties)
     if optimizer is not None:
-        _add_optimizer(content, _unflat(optimizer))
+        _add_optimizer(content, _unflat(content, optimizer))
     for key, item in rest.items():
         try:
+            if key in _RESERVED:
+                raise InvalidArgument(f"{key}: a checkpoint of libfsdp's has something else under this name")
             content.json[key] = encode(item, key)
-        except InvalidArgument:
-            content.left_out.append(f"{key!r}, which JSON can't hold ({_kind(item)})")
+        except InvalidArgument as error:
+            reason = error.message.partition(": ")[2] if key in _RESERVED else f"{_kind(item)}, which JSON can't hold"
+            content.left_out.append(f"{key!r}: {reason}")
     if not content.items and not content.json:
         raise InvalidArgument(f"{path}: holds no tensors")
     return content
 
 
 def _kind(value):
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Item) else f"a {type(value).__name__}"
+    if isinstance(value, Item):
+        return f"a {value.dtype} tensor of shape {list(value.shape)}"
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def _parts_of(value):
@@ -86,20 +99,28 @@ def clean(names):
 
 
 def _add_model(content, model, ties):
-    flat = {}
+    flat, modules = {}, {}
 
     def walk(prefix, value):
         for key, item in value.items():
             name = f"{prefix}{key}"
-            if isinstance(item, dict):
-                walk(f"{name}.", item)
-            elif isinstance(item, Item):
+            if isinstance(item, Item):
                 flat[name] = item if item.tied_to is None else replace(item, tied_to=prefix + item.tied_to)
+            elif key == _EXTRA_STATE or name.endswith(f".{_EXTRA_STATE}"):
+                try:
+                    modules[name] = plain(item, name)
+                except InvalidArgument:
+                    content.left_out.append(
+                        f"{name!r} of the model: {_kind(item)}; of extra states, numbers, texts, lists and dicts of such "
+                        "can be kept, and tensors by themselves"
+                    )
+            elif isinstance(item, dict):
+                walk(f"{name}.", item)
             else:
-                content.left_out.append(f"{name!r} of the model, which is no tensor ({_kind(item)})")
+                content.left_out.append(f"{name!r} of the model: no tensor but {_kind(item)}")
 
     walk("", model)
-    names = clean(list(flat))
+    names = clean([*flat, *modules])
     local = next((name for name in names.values() if name.rpartition(".")[2] in ("flat_param", "_flat_param")), None)
     if local is not None:
         raise Unsupported(
@@ -115,9 +136,11 @@ def _add_model(content, model, ties):
         elif ties.get(names[name]) in content.items:
             item.tied_to = ties[names[name]]
         content.items[names[name]] = item
+    if modules:
+        content.json[MODULES] = {names[name]: value for name, value in modules.items()}
 
 
-def _unflat(optimizer):
+def _unflat(content, optimizer):
     """{"state": {name: {key: value}}, "param_groups": [...]} of an optimizer's state dict, flat or not."""
     if "state" in optimizer or "param_groups" in optimizer:
         return optimizer
@@ -125,10 +148,10 @@ def _unflat(optimizer):
     for key, value in optimizer.items():
         what, _, rest = key.partition(".")
         name, _, last = rest.rpartition(".")
-        if what == "state":
-            states.setdefault(name, {})[last] = value
-        elif what == "param_groups" and name:
-            options.setdefault(name, {})[last] = value
+        if what in ("state", "param_groups") and name:
+            (states if what == "state" else options).setdefault(name, {})[last] = value
+        else:
+            content.left_out.append(f"the optimizer's {key!r}: neither a state nor an option of a parameter")
     groups = []
     for name, values in options.items():  # each parameter has its group's options
         for group in groups:
@@ -141,36 +164,80 @@ def _unflat(optimizer):
 
 
 def _add_optimizer(content, optimizer):
-    states = {str(key): value for key, value in (optimizer.get("state") or {}).items() if isinstance(value, dict)}
+    """The JSON value "optimizer" and the tensors of a state dict, as training.save makes them."""
+    lost = {}  # {(what, reason): names of parameters}
+    for key, value in optimizer.items():
+        if key not in ("state", "param_groups"):
+            content.left_out.append(f"the optimizer's {key!r} ({_kind(value)}): neither its state nor its groups")
     groups = [
         group | {"params": list(map(str, group.get("params", ())))} for group in optimizer.get("param_groups") or []
     ]
+    states = _states_of(content, optimizer.get("state") or {}, groups)
     names = _names_of(content, states, groups)
     result = {"type": None, "groups": [], "numbers": {}}
-    for group in groups:
+    for index, group in enumerate(groups):
         kept = {"params": [names[param] for param in group["params"]]}
         for key, value in group.items():
             if key in ("params", "param_names"):
                 continue
-            value = number(value.read(), value.dtype) if isinstance(value, Item) and value.shape == () else value
             try:
-                kept[key] = encode(value, key)
-            except InvalidArgument:
-                content.left_out.append(f"the optimizer's option {key!r} ({_kind(value)})")
+                kept[key] = encode(_number_of(value), key)
+            except FsdpError:
+                reason = "numbers, texts, lists and dicts of such can be kept"
+                content.left_out.append(f"the option {key!r} of the optimizer's group {index}: {_kind(value)}; {reason}")
         result["groups"].append(kept)
     for param, values in states.items():
-        name = names[param]
         for key, value in values.items():
-            if isinstance(value, Item) and value.shape == ():
-                kept = {"value": encode(number(value.read(), value.dtype), key), "dtype": value.dtype}
-                result["numbers"].setdefault(name, {})[key] = kept
-            elif isinstance(value, Item) and "/" not in str(key):
-                content.items[f"{OPTIMIZER}{key}/{name}"] = replace(value, tied_to=None)
-            elif isinstance(value, (bool, int, float)):
-                result["numbers"].setdefault(name, {})[key] = encode(value, key)
-            elif value is not None:
-                content.left_out.append(f"{key!r} of the optimizer's state of {name} ({_kind(value)})")
+            try:
+                _add_state(content, result["numbers"], names[param], key, value)
+            except FsdpError as error:
+                lost.setdefault((key, error.message), []).append(names[param])
+    for (key, reason), of in lost.items():
+        content.left_out.append(f"the optimizer's state {key!r} of {some(of)}: {reason}")
     content.json["optimizer"] = result
+
+
+def _states_of(content, states, groups):
+    """{a parameter's key in the optimizer: its state}, without what is no parameter's."""
+    known = {param for group in groups for param in group["params"]}
+    found = {}
+    for key, value in states.items():
+        if not isinstance(value, dict):
+            content.left_out.append(f"the optimizer's state {key!r}: {_kind(value)}, which is no parameter's state")
+        elif known and str(key) not in known:
+            content.left_out.append(f"the optimizer's state {key!r}: of no parameter in its groups")
+        else:
+            found[str(key)] = value
+    return found
+
+
+def _number_of(value):
+    """The number that a tensor of one element is; all else as it is. Raises Unsupported."""
+    if isinstance(value, Item) and math.prod(value.shape) == 1:
+        return number(value)
+    return value
+
+
+def _add_state(content, numbers, name, key, value):
+    """Add one state of a parameter's. Raises FsdpError, whose message says why it can't be kept."""
+    if not isinstance(key, str) or "/" in key:
+        raise InvalidArgument("its own name is to be a text without '/'")
+    if isinstance(value, Item) and value.shape != ():
+        content.items[f"{OPTIMIZER}{key}/{name}"] = replace(value, tied_to=None)
+        return
+    if isinstance(value, Item):
+        kept = {"value": encode(_number_of(value), key), "dtype": value.dtype}
+    elif isinstance(value, (bool, int, float)):
+        kept = encode(value, key)
+    else:
+        try:
+            if isinstance(value, dict):  # would be taken for a number with its dtype
+                raise InvalidArgument(key)
+            kept = plain(value, key)
+        except InvalidArgument:
+            reason = f"{_kind(value)}; tensors, numbers, texts and lists of numbers and texts can be kept"
+            raise InvalidArgument(reason) from None
+    numbers.setdefault(name, {})[key] = kept
 
 
 def _names_of(content, states, groups):
@@ -221,17 +288,22 @@ def value_of(content, left_out):
     own `load_state_dict` takes as well as numbers: only their order counts there."""
     model = {name: item for name, item in content.items.items() if not name.startswith(OPTIMIZER)}
     json = dict(content.json)
+    if isinstance(json.get(MODULES), dict):
+        model |= decode(json.pop(MODULES))
     optimizer = json.pop("optimizer", None)
+    states = [name for name in content.items if name.startswith(OPTIMIZER)]
+    if optimizer is None and states:
+        left_out.append(f"{some(states)}: the optimizer's groups are not there, which they go with")
     if optimizer is None and not json:
         return model
     value = {MODEL: model}
     if optimizer is not None:
         value[OPTIM] = _optimizer_of(content, optimizer)
         if optimizer.get("type"):
-            left_out.append(f"the optimizer's type ({optimizer['type']})")
+            left_out.append(f"the optimizer's type ({optimizer['type']}): state dicts have no place for it")
     for key, item in json.items():
         if key in value:
-            left_out.append(f"the JSON value {key!r}, which is where the {key} goes")
+            left_out.append(f"the JSON value {key!r}: its name is where the {key} goes")
         else:
             value[key] = decode(item)
     return value
@@ -257,10 +329,12 @@ def _optimizer_of(content, optimizer):
 
 
 def _scalar(key, value):
-    """What a number in an optimizer's JSON stands for; a step counter is a tensor, whatever it was elsewhere."""
+    """What a value in an optimizer's JSON stands for; a step counter is a tensor, whatever it was elsewhere."""
     if isinstance(value, dict) and "dtype" in value:
         return Scalar(decode(value["value"]), value["dtype"])
-    return Scalar(decode(value), "float32") if key == "step" else decode(value)
+    value = decode(value)
+    step = key == "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
+    return Scalar(value, "float32") if step else value
 
 
 def _tuples(value):

@@ -2,6 +2,7 @@
 many, each of which is a thread here with its part of the tensors: views, so nothing is copied.
 """
 
+import json
 import os
 import tempfile
 import threading
@@ -12,9 +13,10 @@ from ..state import StateDict
 from ..store import Store
 from ..tensor import shard_extent
 from .files import Checkpoint, write
-from .formats import Content, Item, first_line, part_of
+from .formats import Content, Item, first_line, of_ranks_left_out, part_of
 from .table import count
 
+_NOTE = 40  # characters of a note that are shown
 _DAY_S = 86400  # ranks write at different speeds, and none can die alone
 
 
@@ -34,6 +36,8 @@ def read(path):
     content = Content(os.fspath(path), kind, json=dict(checkpoint.json), ranks=info.ranks, facts=facts)
     for name, entry in checkpoint.items():
         content.items[name] = _item(checkpoint, entry)
+    if not ours:
+        content.left_out = _notes(content)
     content.of_ranks = [(entry.rank, entry.name, _item(checkpoint, entry)) for entry in checkpoint.of_ranks]
     content.verify = lambda progress: _verify(checkpoint, content, progress)
     return content
@@ -51,6 +55,22 @@ def _item(checkpoint, entry):
         entry.tied_to,
         parts=[] if entry.tied_to is not None else parts(),
     )
+
+
+def _notes(content):
+    """What other programs have noted in the headers of safetensors files."""
+    folder = content.path if os.path.isdir(content.path) else os.path.dirname(content.path)
+    notes = {}
+    for name in dict.fromkeys(part[0] for item in content.items.values() for part in item.parts):
+        with open(os.path.join(folder, name), "rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))  # the library has checked it
+        notes |= header.get("__metadata__", {})
+    notes.pop("format", None)  # of what framework the tensors were
+    return [f"{key!r} ({_short(text)}): a note in the file's header" for key, text in notes.items()]
+
+
+def _short(text):
+    return text if len(text) <= _NOTE else f"{text[:_NOTE]}..."
 
 
 def _verify(checkpoint, content, progress):
@@ -71,7 +91,7 @@ def write_full(content, path, progress, max_file_bytes=None):
     """Whole tensors. Gives what was left out."""
     state = _state(content, 0, 1, _arrays(content, progress), {})
     write(path, state, full=True, max_file_bytes=max_file_bytes)
-    return _ranks_left_out(content)
+    return of_ranks_left_out(content, "whole tensors belong to no rank")
 
 
 def write_sharded(content, path, progress, ranks):
@@ -82,20 +102,13 @@ def write_sharded(content, path, progress, ranks):
         for rank, name, item in content.of_ranks:
             own.setdefault(rank, {})[name] = item.read()
     else:
-        left_out = _ranks_left_out(content, f"; the target has {ranks}")
+        left_out = of_ranks_left_out(content, f"the target has {count(ranks, 'rank')}")
     states = [_state(content, rank, ranks, arrays, own.get(rank, {})) for rank in range(ranks)]
     if ranks == 1:
         write(path, states[0])
     else:
         _write_as_ranks(path, states)
     return left_out
-
-
-def _ranks_left_out(content, why=""):
-    names = sorted({name for _, name, _ in content.of_ranks})
-    return (
-        [f"what belongs to single ranks ({', '.join(names)}, of {count(content.ranks, 'rank')}{why})"] if names else []
-    )
 
 
 def _arrays(content, progress):

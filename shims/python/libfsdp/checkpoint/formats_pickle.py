@@ -8,8 +8,8 @@ import zipfile
 
 from ..errors import InvalidArgument
 from ..tensor import copy, zeros
-from .formats import Content, Item, part_of, pickles_of, same_bits
-from .formats_dict import content_of, value_of
+from .formats import Content, Item, of_ranks_left_out, part_of, pickles_of, same_bits, some
+from .formats_dict import MODULES, content_of, value_of
 from .frameworks import framework, sync_file
 from .table import count
 
@@ -91,7 +91,7 @@ def _merged(path, contents):
     """One Content of those of several files: parts of ranks, or tensors spread over files."""
     result = Content(path, f"{count(len(contents), 'file')} of torch.save's", ranks=len(contents))
     parts = any(item.pieces is not None for content in contents for item in content.items.values())
-    first_of, differ = {}, []
+    first_of, differ, others = {}, [], []
     for content in contents:
         for name, item in content.items.items():
             if name not in result.items:
@@ -116,9 +116,14 @@ def _merged(path, contents):
             elif not same_bits(first.read(), item.read()):
                 differ.append(name)
         for name, value in content.json.items():
-            if name == "optimizer" and name in result.json:
-                result.json[name]["numbers"] |= value["numbers"]
-            result.json.setdefault(name, value)
+            if name not in result.json:
+                result.json[name] = value
+            elif name == "optimizer":
+                others += _add_optimizer(result.json[name], value)
+            elif name == MODULES:
+                others += [f"{key!r}" for key, state in value.items() if result.json[name].setdefault(key, state) != state]
+            elif value != result.json[name]:
+                others.append(f"{name!r}")
         result.left_out += [text for text in content.left_out if text not in result.left_out]
     if differ and not parts:
         raise InvalidArgument(
@@ -128,10 +133,35 @@ def _merged(path, contents):
             "torch.distributed.checkpoint"
         )
     if differ:  # buffers: each rank has its own
-        result.left_out.append(f"what other ranks than the first have in {', '.join(differ)}, which differs")
+        result.left_out.append(f"{some(differ)} of other ranks than the first: these differ, and nothing says how")
+    if others:
+        names = some(list(dict.fromkeys(others)))
+        result.left_out.append(f"{names} of other files than the first: these differ, and there can be one only")
     if not parts:
         result.ranks = 0
     return result
+
+
+def _add_optimizer(result, other):
+    """Put together the optimizer's JSON values of two files, in the first. Gives what of the other has no place."""
+    lost = []
+    for name, values in other["numbers"].items():
+        found = result["numbers"].setdefault(name, {})
+        lost += [f"the optimizer's {key} of {name}" for key, value in values.items() if found.setdefault(key, value) != value]
+    known = {name: group for group in result["groups"] for name in group["params"]}
+    for index, group in enumerate(other["groups"]):
+        options = {key: value for key, value in group.items() if key != "params"}
+        fresh = [name for name in group["params"] if name not in known]
+        if any(known[name] != options | {"params": known[name]["params"]} for name in group["params"] if name in known):
+            lost.append(f"the options of the optimizer's group {index}")
+        if not fresh:
+            continue
+        at = result["groups"][index] if index < len(result["groups"]) else None
+        if at is not None and at == options | {"params": at["params"]}:
+            at["params"] += fresh
+        else:
+            result["groups"].append(options | {"params": fresh})
+    return lost
 
 
 def _whole(path, name, item, files):
@@ -166,8 +196,7 @@ def write(content, path, progress, to):
     if path.endswith(".mega"):
         hosts = ("tensorplay",)
     host = framework(*hosts)
-    left_out = [f"what belongs to single ranks ({', '.join(sorted({name for _, name, _ in content.of_ranks}))})"]
-    left_out = left_out if content.of_ranks else []
+    left_out = of_ranks_left_out(content, "this kind of file has no place for them")
     value = host.tensors(value_of(content, left_out), progress, content.nbytes)
     host.save(value, path)
     sync_file(path)

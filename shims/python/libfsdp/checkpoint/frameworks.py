@@ -57,7 +57,8 @@ class Framework:
                 found[key] = item
             return found
         if isinstance(value, (list, tuple)):
-            return [self.items(entry, f"{path}[{index}]") for index, entry in enumerate(value)]
+            found = [self.items(entry, f"{path}[{index}]") for index, entry in enumerate(value)]
+            return found if isinstance(value, list) else tuple(found)
         return value
 
     def item(self, tensor, name):
