@@ -1,15 +1,14 @@
 /* A state dict into files, by all ranks: abi/checkpoint.md has the steps.
  *
  * All that can be wrong with the call, and all memory, is found out before the ranks agree that they begin; from there
- * on each step ends with all telling each other how they fared, through operations that were prepared beforehand. So a
- * failure on one rank ends the save on all, and nobody waits for one that has gone another way.
+ * on it goes by steps, see save_step.c. What uses the disk is a job of a step.
  *
  * What makes the new checkpoint the one is one rename (or, where one file takes the place of several, one removal) by
  * rank 0, after all else is on the disk. Until then a failure removes what is new, after it nothing. A rank that can't
  * tell whether it came to that leaves its file: what no manifest names is removed by the next save.
  *
- * Threads: the caller's; in the background one of the save's own, which alone uses its group, and works on copies.
- * `lock` guards done, abandoned and the failure. Ownership: `ref` counts the host's handles; a save that goes on
+ * Threads: the caller's; in the background one of the save's own, which alone uses its group, and works on copies. And
+ * the writer, for which either waits. `lock` guards done, abandoned and the failure. Ownership: `ref` counts the host's handles; a save that goes on
  * without them is freed by its thread.
  */
 #include "state/save.h"
@@ -27,31 +26,6 @@ int save_is(const fsdp_save *save)
     return save && ref_is(&save->ref, REF_SAVE);
 }
 
-/* ---- telling each other */
-
-/* All ranks' `told`; an error is the first one that any rank tells, on all ranks alike. *heard: that was told. */
-static fsdp_status tell(fsdp_save *save, int which, fsdp_status status, struct told *mine, struct told *all, int *heard)
-{
-    fsdp_error_info failure;
-    err_save(&failure);
-    mine->status = status;
-    if (status != FSDP_OK) snprintf(mine->message, sizeof mine->message, "%.490s", failure.message);
-    *heard = 0;
-    if (!save->group)
-        all[0] = *mine;
-    else
-        TRY(group_exchange_prepared(save->group, &save->tells[which], FSDP_OP_SAVE_STATE, HASH_START + (uint64_t)which,
-                                    mine, sizeof *mine, all));
-    *heard = 1;
-    for (int r = 0; r < save->size; r++) {
-        if (all[r].status == FSDP_OK) continue;
-        if (r == save->rank) return err_restore(&failure);
-        all[r].message[sizeof all[r].message - 1] = 0;
-        return err(all[r].status, "saving to '%.200s': rank %d reported: %s", save->path, r, all[r].message);
-    }
-    return FSDP_OK;
-}
-
 static fsdp_status folder_sync(const fsdp_save *save)
 {
     return save->options.no_sync ? FSDP_OK : os_folder_sync(&save->folder);
@@ -59,44 +33,17 @@ static fsdp_status folder_sync(const fsdp_save *save)
 
 /* ---- each rank its own file */
 
-/* A round in which each tells whether its file is complete, or why it never will be. There are as many as it takes: the
- * operation of the next one is prepared while there is still one to tell that in. */
-static fsdp_status round_of_writers(fsdp_save *save, fsdp_status status, struct told *mine, struct told *all,
-                                    int *heard)
-{
-    fsdp_work *next = NULL;
-    if (status == FSDP_OK && save->group) status = group_prepare(save->group, &next);
-    status = tell(save, TELL_WRITTEN, status, mine, all, heard);
-    work_release(save->tells[TELL_WRITTEN]);
-    save->tells[TELL_WRITTEN] = next;
-    return status;
-}
-
-/* Between blocks. Those that are done wait for those that are not, and would take one for dead of which they hear
- * nothing for longer than the group's timeout; and one hears so that another has failed. */
-static fsdp_status pulse(void *user)
-{
-    fsdp_save *save = user;
-    if (!save->pulse_ns || os_now_ns() < save->pulse_at) return FSDP_OK;
-    struct told mine = {0}, all[GROUP_MAX_RANKS];
-    int heard;
-    fsdp_status status = round_of_writers(save, FSDP_OK, &mine, all, &heard);
-    save->over = status != FSDP_OK;
-    save->pulse_at = os_now_ns() + save->pulse_ns;
-    return status;
-}
-
 static fsdp_status write_own_file(fsdp_save *save)
 {
     struct save_file *file = save->files;
     if (save->rank != 0) TRY(os_folder_open(save->path, &save->folder));
     file->save = save->save;
-    file->pulse = pulse;
-    file->user = save;
     name_of_rank(file->name, save->rank, save->size, save->save);
     TRY(save_file_begin(file));
     for (int64_t i = 0; i < file->n; i++) TRY(save_file_put(file, i, &save->data[file->parts[i].entry]));
     TRY(save_file_finish(file));
+    save->number[0] = (uint64_t)file->bytes;
+    save->number[1] = file->header_sum;
     return folder_sync(save);
 }
 
@@ -111,24 +58,27 @@ static void tell_file(struct text *t, int first, const char *name, int64_t bytes
     text_add(t, "\"}");
 }
 
-/* Rank 0, when all files are there. */
-static fsdp_status write_manifest(fsdp_save *save, const struct told *all)
+/* Rank 0, when all files are there: of what the ranks told last. */
+static fsdp_status manifest_make(fsdp_save *save)
 {
-    struct text t = {0};
-    manifest_begin(&t, "\"libfsdp\":\"checkpoint\",", save->save, -1, save->size);
-    text_add(&t, ",\"files\":[");
+    struct text *t = &save->text;
+    manifest_begin(t, "\"libfsdp\":\"checkpoint\",", save->save, -1, save->size);
+    text_add(t, ",\"files\":[");
     for (int r = 0; r < save->size; r++) {
         char name[SAVE_NAME];
         name_of_rank(name, r, save->size, save->save);
-        tell_file(&t, r == 0, name, (int64_t)all[r].number[0], all[r].number[1]);
+        tell_file(t, r == 0, name, (int64_t)save->all[r].number[0], save->all[r].number[1]);
     }
-    text_add(&t, "]");
-    if (save->rest.at) text_bytes(&t, save->rest.at, save->rest.used);
-    manifest_end(&t);
-    fsdp_status status = text_end(&t);
-    if (status == FSDP_OK)
-        status = save_text(&save->folder, MANIFEST_NAME, t.at, t.used, !save->options.no_sync, &save->committed);
-    text_free(&t);
+    text_add(t, "]");
+    if (save->rest.at) text_bytes(t, save->rest.at, save->rest.used);
+    manifest_end(t);
+    return text_end(t);
+}
+
+static fsdp_status write_manifest(fsdp_save *save)
+{
+    fsdp_status status = save_text(&save->folder, MANIFEST_NAME, save->text.at, save->text.used, !save->options.no_sync,
+                                   &save->committed);
     if (status == FSDP_OK) status = folder_sync(save);
     if (status == FSDP_OK) save_folder_clean(save, 0);
     return status;
@@ -136,27 +86,17 @@ static fsdp_status write_manifest(fsdp_save *save, const struct told *all)
 
 static fsdp_status write_sharded(fsdp_save *save)
 {
-    struct told mine = {0}, all[GROUP_MAX_RANKS];
-    int heard = 0, missing = 1;
-    fsdp_status status = write_own_file(save);
-    mine.complete = 1;
-    mine.number[0] = (uint64_t)save->files->bytes;
-    mine.number[1] = save->files->header_sum;
-    while (missing && !save->over) {
-        status = round_of_writers(save, status, &mine, all, &heard);
-        save->over = status != FSDP_OK;
-        missing = 0;
-        for (int r = 0; r < save->size && !save->over; r++) missing |= !all[r].complete;
-    }
+    int heard;
+    fsdp_status status = save_step(save, SAVE_WRITE, FSDP_OK, write_own_file, &heard);
     /* Rank 0 may have heard of all what did not come through to this one. */
     int remove = heard || !save->files->renamed;
     if (status == FSDP_OK) {
-        if (save->rank == 0) status = write_manifest(save, all);
-        mine = (struct told){.complete = save->committed};
-        status = tell(save, TELL_DONE, status, &mine, all, &heard);
+        int root = save->rank == 0;
+        if (root) status = manifest_make(save);
+        status = save_step(save, SAVE_END, status, root ? write_manifest : NULL, &heard);
         /* Rank 0 itself knows; the others only what they have heard of it. */
-        if (save->rank != 0 && heard) save->committed = all[0].complete;
-        remove = save->rank == 0 || heard;
+        if (!root && heard) save->committed = save->all[0].committed;
+        remove = root || heard;
     }
     save_file_drop(save->files, status != FSDP_OK && remove && !save->committed);
     return status;
@@ -237,49 +177,47 @@ static fsdp_status full_commit(fsdp_save *save)
 }
 
 /* The whole of entry `index`, on rank 0. Collective. */
-static fsdp_status full_values(fsdp_save *save, int64_t index, fsdp_status status, struct tensor *out)
+static fsdp_status full_values(fsdp_save *save, int64_t index, struct tensor *out)
 {
     const struct state_entry *entry = save->dict->entries[index];
     if (save->size == 1) {
         *out = entry->data;
-        return status;
+        return FSDP_OK;
     }
     tensor_make(out, save->gathered, entry->type, entry->whole.ndim, entry->whole.size);
-    return state_gather_entry(save->layout, index, status, save->rank == 0 ? out : NULL);
+    return state_gather_entry(save->layout, index, FSDP_OK, save->rank == 0 ? out : NULL);
+}
+
+static fsdp_status write_entry(fsdp_save *save)
+{
+    const struct place *place = &save->places[save->entry];
+    if (place->file != save->open) {
+        if (save->open >= 0) TRY(full_file_end(save, save->open));
+        TRY(full_file_begin(save, save->open = place->file));
+    }
+    return save_file_put(&save->files[save->open], place->part, &save->whole);
+}
+
+static fsdp_status write_last(fsdp_save *save)
+{
+    if (save->open < 0) TRY(full_file_begin(save, save->open = 0));
+    TRY(full_file_end(save, save->open));
+    return full_commit(save);
 }
 
 static fsdp_status write_full(fsdp_save *save)
 {
     fsdp_status status = FSDP_OK;
-    int32_t open = -1; /* the file that is being written */
-    int known = 0;     /* a failure, to all ranks */
-    for (int64_t i = 0; i < save->dict->n_entries; i++) {
+    int root = save->rank == 0, heard;
+    save->open = -1;
+    for (int64_t i = 0; i < save->dict->n_entries && status == FSDP_OK; i++) {
         const struct state_entry *entry = save->dict->entries[i];
-        struct tensor values;
         if (entry->kind != FSDP_ENTRY_TENSOR || entry->tied_to >= 0) continue;
-        status = full_values(save, i, status, &values);
-        if (status != FSDP_OK) {
-            known = save->size > 1;
-            break;
-        }
-        if (save->rank != 0) continue;
-        const struct place *place = &save->places[i];
-        if (place->file != open) {
-            if (open >= 0) status = full_file_end(save, open);
-            if (status == FSDP_OK) status = full_file_begin(save, open = place->file);
-        }
-        if (status == FSDP_OK) status = save_file_put(&save->files[open], place->part, &values);
+        save->entry = i;
+        status = full_values(save, i, &save->whole);
+        if (status == FSDP_OK) status = save_step(save, SAVE_WRITE, FSDP_OK, root ? write_entry : NULL, &heard);
     }
-    if (!known) {
-        struct told mine = {0}, all[GROUP_MAX_RANKS];
-        int heard;
-        if (save->rank == 0) {
-            if (status == FSDP_OK && open < 0) status = full_file_begin(save, open = 0);
-            if (status == FSDP_OK) status = full_file_end(save, open);
-            if (status == FSDP_OK) status = full_commit(save);
-        }
-        status = tell(save, TELL_DONE, status, &mine, all, &heard);
-    }
+    if (status == FSDP_OK) status = save_step(save, SAVE_END, FSDP_OK, root ? write_last : NULL, &heard);
     for (int32_t i = 0; save->files && i < save->n_files; i++)
         save_file_drop(&save->files[i], status != FSDP_OK && !save->committed);
     return status;
@@ -287,17 +225,12 @@ static fsdp_status write_full(fsdp_save *save)
 
 /* ---- the object */
 
-static void tells_free(fsdp_save *save)
-{
-    for (int i = 0; i < TELLS; i++) work_release(save->tells[i]);
-    memset(save->tells, 0, sizeof save->tells);
-}
-
 /* All but what handles may still ask. */
 static void save_settle(fsdp_save *save)
 {
     fsdp_error_info failure;
     err_save(&failure);
+    save_writer_stop(save);
     if (save->folder.fd >= 0 && save->locked > 0) os_folder_unlock(&save->folder);
     os_folder_close(&save->folder);
     for (int32_t i = 0; save->files && i < save->n_files; i++) save_file_drop(&save->files[i], 0);
@@ -307,6 +240,8 @@ static void save_settle(fsdp_save *save)
     mem_free(save->copied);
     mem_free(save->copy.entries);
     mem_free(save->strings);
+    mem_free(save->all);
+    save->all = NULL;
     save->files = NULL;
     save->places = NULL;
     save->data = NULL;
@@ -315,9 +250,11 @@ static void save_settle(fsdp_save *save)
     save->strings = NULL;
     save->dict = NULL;
     text_free(&save->rest);
+    text_free(&save->text);
     state_layout_free(save->layout);
     save->layout = NULL;
-    tells_free(save);
+    work_release(save->round);
+    save->round = NULL;
     if (save->own_group) group_release(save->group);
     save->group = NULL;
     void *memory[] = {save->values, save->gathered, save->buffer};
@@ -333,6 +270,8 @@ static void save_free(fsdp_save *save)
     save_settle(save);
     pthread_cond_destroy(&save->changed);
     pthread_mutex_destroy(&save->lock);
+    pthread_cond_destroy(&save->writer.changed);
+    pthread_mutex_destroy(&save->writer.lock);
     mem_free(save);
 }
 
@@ -371,7 +310,9 @@ static fsdp_status prepare(fsdp_save *save, const char *path)
     TRY(path_take(save, path));
     TRY(save_check_entries(save));
     int writes = !save_is_full(save) || save->rank == 0;
-    for (int i = 0; save->group && i < TELLS; i++) TRY(group_prepare(save->group, &save->tells[i]));
+    save->all = mem_array((size_t)save->size, sizeof *save->all);
+    if (!save->all) return mem_none("a save", (size_t)save->size * sizeof *save->all);
+    if (save->group) TRY(group_prepare(save->group, &save->round));
     if (save->rank == 0) {
         manifest_rest(&save->rest, save->dict);
         TRY(text_end(&save->rest));
@@ -381,8 +322,13 @@ static fsdp_status prepare(fsdp_save *save, const char *path)
         TRY(os_map_anonymous((size_t)SAVE_BUFFER, &buffer));
         save->buffer = buffer;
         TRY(save_is_full(save) ? save_plan_full(save) : save_plan_sharded(save));
+        if (save->size > 1) TRY(save_writer_start(save));
     }
-    for (int32_t i = 0; i < save->n_files; i++) save->total += save->files[i].bytes;
+    for (int32_t i = 0; i < save->n_files; i++) {
+        save->files[i].pulse = save_goes_on;
+        save->files[i].user = save;
+        save->total += save->files[i].bytes;
+    }
     if (!save_is_full(save) || save->rank != 0 || save->size == 1) return FSDP_OK;
     for (int64_t i = 0; i < save->dict->n_entries; i++) {
         const struct state_entry *entry = save->dict->entries[i];
@@ -393,21 +339,25 @@ static fsdp_status prepare(fsdp_save *save, const char *path)
     return map(save->gathered_bytes, &save->gathered);
 }
 
+static fsdp_status begin(fsdp_save *save)
+{
+    TRY(save_folder_begin(save));
+    save->number[0] = save->save;
+    return FSDP_OK;
+}
+
 static void run(fsdp_save *save, fsdp_status status)
 {
-    struct told mine = {0}, all[GROUP_MAX_RANKS];
     int heard;
-    if (status == FSDP_OK && save->rank == 0) status = save_folder_begin(save);
-    int64_t timeout_ns = save->size > 1 ? atomic_load(&save->group->timeout_ms) * 1000000 : 0;
-    mine.number[0] = save->save;
-    mine.number[1] = (uint64_t)timeout_ns;
-    status = tell(save, TELL_BEGIN, status, &mine, all, &heard);
+    int64_t timeout_ns = save->size > 1 ? save->round->timeout_ms * 1000000 : 0;
+    save->number[1] = (uint64_t)timeout_ns;
+    save_rounds_set(save, timeout_ns);
+    status = save_step(save, SAVE_BEGIN, status, save->rank == 0 ? begin : NULL, &heard);
     if (status == FSDP_OK) {
-        save->save = all[0].number[0];
+        save->save = save->all[0].number[0];
         for (int r = 0; r < save->size; r++)
-            if ((int64_t)all[r].number[1] < timeout_ns) timeout_ns = (int64_t)all[r].number[1];
-        save->pulse_ns = timeout_ns / 4;
-        save->pulse_at = os_now_ns() + save->pulse_ns;
+            if ((int64_t)save->all[r].number[1] < timeout_ns) timeout_ns = (int64_t)save->all[r].number[1];
+        save_rounds_set(save, timeout_ns);
         status = save_is_full(save) ? write_full(save) : write_sharded(save);
     }
     if (status != FSDP_OK) err_save(&save->failure);
@@ -456,8 +406,10 @@ static fsdp_save *save_make(const fsdp_state_dict *dict, const fsdp_save_options
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
     pthread_cond_init(&save->changed, &attributes);
+    pthread_cond_init(&save->writer.changed, &attributes);
     pthread_condattr_destroy(&attributes);
     pthread_mutex_init(&save->lock, NULL);
+    pthread_mutex_init(&save->writer.lock, NULL);
     save->folder.fd = -1;
     save->options = *options;
     save->dict = dict;

@@ -6,15 +6,29 @@
 
 #include <pthread.h>
 
-enum { TELL_BEGIN, TELL_WRITTEN, TELL_DONE, TELLS };
+enum save_step { SAVE_BEGIN, SAVE_WRITE, SAVE_END };
 
+/* What a rank tells all in a round. */
 struct told {
     fsdp_status status;
-    int32_t complete; /* TELL_WRITTEN: my file is; TELL_DONE: the new checkpoint is the one */
-    uint64_t number[2];
+    int32_t through;    /* my part of the step is done */
+    int32_t committed;  /* the new checkpoint is the one */
+    uint64_t number[2]; /* SAVE_BEGIN: of the save, and this rank's timeout; SAVE_WRITE: the file's bytes and sum */
     char message[500];
 };
 _Static_assert(sizeof(struct told) <= TRANSPORT_PAYLOAD, "what a rank tells must fit into an exchange");
+
+/* The thread that does what the disk is needed for, see save_step.c. */
+struct save_writer {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    pthread_t thread;
+    int started, quit;
+    fsdp_status (*job)(fsdp_save *save); /* NULL: it has none */
+    fsdp_status status;                  /* of the one before */
+    fsdp_error_info failure;
+    atomic_int stop; /* the save has failed: what is being written need not be */
+};
 
 /* Where the values of an entry go to. */
 struct place {
@@ -44,9 +58,11 @@ struct fsdp_save {
     size_t values_bytes;
     struct tensor *data; /* SHARDED: of each entry, what this rank writes */
     struct state_layout *layout;
-    fsdp_work *tells[TELLS];
-    int64_t pulse_ns, pulse_at; /* how often a writer tells that it goes on, and when next; 0: never */
-    int over;                   /* writing has ended in a failure that was told, or could not be */
+    struct save_writer writer;
+    fsdp_work *round; /* the operation of the next one */
+    int64_t round_ns; /* how often one that writes tells that it does */
+    struct told mine, *all;
+    uint64_t number[2]; /* what a job has for `mine` */
 
     struct os_folder folder;
     int locked;
@@ -59,7 +75,11 @@ struct fsdp_save {
     char *buffer;   /* of files */
     void *gathered; /* FULL: one whole tensor */
     size_t gathered_bytes;
-    int had_index; /* FULL: the checkpoint there is one of several files */
+    int64_t entry; /* the one that is written, */
+    struct tensor whole;
+    int32_t open;     /* into this file; -1: none yet */
+    int had_index;    /* FULL: the checkpoint there is one of several files */
+    struct text text; /* SHARDED: the manifest */
     int committed;
     char path[OS_PATH_MOST + 1]; /* of the folder */
 };
@@ -68,6 +88,20 @@ static inline int save_is_full(const fsdp_save *save)
 {
     return save->options.format == FSDP_CHECKPOINT_FULL;
 }
+
+/* ---- save_step.c */
+
+/* Do this rank's part of a step (job; NULL: none) while all tell each other that they go on, until all are through: then
+ * `all` is what they told last, this one `mine`. status: how this rank fared so far. A failure of one is everyone's, on
+ * all ranks in the same round, and no step may follow it. *heard: the last round came through to this rank. */
+fsdp_status save_step(fsdp_save *save, enum save_step which, fsdp_status status, fsdp_status (*job)(fsdp_save *save),
+                      int *heard);
+void save_rounds_set(fsdp_save *save, int64_t timeout_ns); /* rounds come more often than this */
+/* Without a writer, jobs are done on the save's thread: where nobody waits. */
+fsdp_status save_writer_start(fsdp_save *save);
+void save_writer_stop(fsdp_save *save);
+/* For a job, now and then: an error when it need not go on. user: the save. */
+fsdp_status save_goes_on(void *user);
 
 /* ---- save_folder.c: rank 0 */
 

@@ -6,7 +6,7 @@
  *   box.c              parts of tensors               text.c         JSON in and out
  *   manifest.c         what says which files make     save.c         writing a checkpoint, by all ranks: save_plan.c
  *                      up a checkpoint                               says what, save_folder.c where, save_file.c writes
- *   checkpoint_open.c  headers brought together                      one file
+ *   checkpoint_open.c  headers brought together                      one file, save_step.c keeps ranks together
  *   checkpoint.c       one that is open, read         block_sum*.c   checksums
  *
  * Ownership: a dict has the managed tensors that it was given, and hands out handles that keep them. A checkpoint has

@@ -27,7 +27,7 @@ void disk_fault_set(enum disk_fault what, int at)
 /* Whether this call is the one. */
 static int now(const char *name)
 {
-    if (fault == DISK_SOUND || atomic_fetch_sub(&left, 1) != 1) return 0;
+    if (fault == DISK_SOUND || fault >= DISK_SLOW || atomic_fetch_sub(&left, 1) != 1) return 0;
     if (disk_fault_on_hit) disk_fault_on_hit(name);
     return 1;
 }
@@ -68,6 +68,7 @@ int fallocate(int fd, int mode, off_t at, off_t bytes)
 int fsync(int fd)
 {
     disk_fault_syncs++;
+    if (fault == DISK_STALLS) usleep(700000);
     return fail("fsync", EIO) ? -1 : 0;
 }
 
@@ -86,7 +87,9 @@ int unlinkat(int folder, const char *name, int flags)
 int mkdir(const char *path, mode_t mode)
 {
     if (fail("mkdir", ENOSPC)) return -1;
-    return (int)syscall(SYS_mkdirat, AT_FDCWD, path, mode);
+    int made = (int)syscall(SYS_mkdirat, AT_FDCWD, path, mode);
+    if (fault == DISK_STALLS && made == 0) usleep(700000);
+    return made;
 }
 
 int openat(int folder, const char *name, int flags, ...)

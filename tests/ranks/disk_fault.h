@@ -6,10 +6,11 @@
 
 enum disk_fault {
     DISK_SOUND,
-    DISK_FAILS, /* no space for what needs some, else EIO */
-    DISK_KILLS, /* before the call is made */
-    DISK_TEARS, /* half of what is to be written is, and then the process ends; as KILLS for other calls */
-    DISK_SLOW,  /* from then on each write takes 150 ms more */
+    DISK_FAILS,  /* no space for what needs some, else EIO */
+    DISK_KILLS,  /* before the call is made */
+    DISK_TEARS,  /* half of what is to be written is, and then the process ends; as KILLS for other calls */
+    DISK_SLOW,   /* from then on each write takes 150 ms more, */
+    DISK_STALLS, /* or each fsync, and each folder that is made, 700 ms */
 };
 
 /* From now on in this process. at: 1 is the next call. */
