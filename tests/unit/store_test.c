@@ -575,6 +575,7 @@ Test(store_keys, a_forked_child_is_told_by_every_call, .timeout = 10)
 {
     for (int kind = 0; kind < KINDS; kind++) {
         fsdp_store *store = open_alone(kind, 2000);
+        usleep(20000); /* the server's thread is back in poll, so the child may free all */
         pid_t child = fork();
         if (child == 0) {
             fsdp_group *group = NULL;
