@@ -2,13 +2,16 @@
 and of safetensors files. tests/hosts/test_checkpoint_convert.py has the frameworks'.
 """
 
+import fcntl
 import json
 import os
 import pathlib
 import pty
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 
 import ml_dtypes
@@ -365,6 +368,8 @@ def test_a_failure_leaves_the_earlier_target(run):
     assert code == 1 and out == "" and "damaged" in err
     same(read("out.safetensors"), with_tie(TENSORS))
     assert sorted(os.listdir()) == ["broken", "one", "out.safetensors"]
+    assert run("convert", "broken", "new/deep/out.safetensors")[0] == 1
+    assert sorted(os.listdir()) == ["broken", "one", "out.safetensors"]  # nor the folders that were made for it
 
 
 def test_killed_at_any_time_there_is_no_half_target(tmp_path):
@@ -424,6 +429,9 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path, number):
         (("convert", "one", "x", "--to", "sharded", "--dtype", "int8"), "int8"),
         (("convert", "one", "x", "--to", "sharded", "--names", "zzz"), "--names: none of one's 10 names matches"),
         (("convert", "nowhere", "x", "--to", "full"), "nowhere: no such file or folder"),
+        (("convert", "one", "one/manifest.json/x.safetensors"), "one/manifest.json: is a file"),
+        (("list", "one/manifest.json/x"), "one/manifest.json/x: no such file or folder"),
+        (("list", ""), "'': no such file or folder"),
         ((), "COMMAND"),
     ],
 )
@@ -440,6 +448,23 @@ def test_files_that_are_no_checkpoints(run):
         pathlib.Path(name).write_bytes(content)
         code, out, err = run("list", name)
         assert code in (1, 2) and out == "" and name in err and len(err.splitlines()) == 1
+
+
+def test_nothing_is_read_from_a_pipe(run):
+    os.mkfifo("pipe")
+    code, _, err = run("list", "pipe")
+    assert code == 2 and err == "libfsdp.checkpoint: pipe: is neither a file nor a folder\n"
+
+
+@pytest.mark.parametrize("closed, code", [("2>&-", 0), (">&-", 0), (">/dev/full", 2)])
+def test_without_an_output(tmp_path, closed, code):
+    save(tmp_path / "one")
+    script = f"{sys.executable} -m libfsdp.checkpoint convert one out.safetensors {closed}"
+    options = {"cwd": tmp_path, "env": environment(), "capture_output": True, "text": True, "timeout": 30}
+    done = subprocess.run(["sh", "-c", script], check=False, **options)
+    assert done.returncode == code and (tmp_path / "out.safetensors").exists()
+    assert done.stderr == ("libfsdp.checkpoint: the output: No space left on device\n" if code else "")
+    assert done.stdout == "" or closed == "2>&-"
 
 
 def test_the_program_itself(tmp_path):
@@ -468,10 +493,12 @@ def test_without_the_library(tmp_path):
     assert done.returncode == 2 and "/nowhere" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_a_bar_on_a_terminal_only(tmp_path):
+@pytest.mark.parametrize("columns", [0, 200, 60, 20])  # 0: a terminal that does not say
+def test_a_bar_on_a_terminal_only(tmp_path, columns):
     save(tmp_path / "one", {f"x{i}": np.full((512, 512), i, np.float32) for i in range(20)}, {}, ties=False)
     command = [sys.executable, "-m", "libfsdp.checkpoint", "convert", "one", "out", "--to", "sharded"]
     ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     with subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=theirs, stdout=subprocess.PIPE) as process:
         os.close(theirs)
         shown = b""
@@ -482,7 +509,10 @@ def test_a_bar_on_a_terminal_only(tmp_path):
             pass
         os.close(ours)
         assert process.stdout.read().startswith(b"out: 20 tensors, 21 MB")
-    assert b"\rreading [##" in shown and b"MB of 21 MB" in shown
+    lines = shown.split(b"\r")
+    wide = columns in (0, 200)
+    assert (b"\rreading [##" in shown and b"MB of 21 MB" in shown) if wide else b"\rreading" in shown
+    assert max(map(len, lines)) < (columns or 100)  # else it would go on in the next line, and not be drawn over
     assert shown.endswith(b" \r")  # wiped
     done = run_python("-m", "libfsdp.checkpoint", "verify", tmp_path / "out")
     assert done.returncode == 0 and "\r" not in done.stderr

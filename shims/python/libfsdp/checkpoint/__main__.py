@@ -62,15 +62,22 @@ def main(arguments=None):
         return _fail("interrupted; nothing was changed", 2)
     except abi.LibraryNotFound as error:
         return _fail(" ".join(str(error).split()), 2)
-    except (FsdpError, OSError) as error:
+    except FsdpError as error:
         return _fail(error, 2)
+    except OSError as error:
+        return _fail(f"{error.filename or 'the output'}: {error.strerror or error}", 2)
     except Exception as error:  # of a framework, for a file of which it makes nothing
         return _fail(f"{type(error).__name__}: {formats.first_line(error)}", 2)
 
 
 def _fail(error, code):
-    print(f"libfsdp.checkpoint: {printable(formats.first_line(error))}", file=sys.stderr)
+    _say(formats.first_line(error))
     return code
+
+
+def _say(text):
+    if sys.stderr is not None:  # print would take the output for it
+        print(f"libfsdp.checkpoint: {printable(text)}", file=sys.stderr)
 
 
 def _parse(arguments):
@@ -93,18 +100,18 @@ def _parse(arguments):
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     listed = parser_for("list", _list, "what a checkpoint is, and its tensors")
-    listed.add_argument("path", metavar="PATH")
+    listed.add_argument("path", metavar="PATH", help="a checkpoint of any kind")
     listed.add_argument("--parts", action="store_true", help="also where in which file each tensor lies")
     listed.add_argument("--json", action="store_true", help="as JSON, for programs")
     verified = parser_for("verify", _verify, "read all of a checkpoint, and compare it with its checksums")
-    verified.add_argument("path", metavar="PATH")
+    verified.add_argument("path", metavar="PATH", help="a checkpoint of any kind")
     compared = parser_for("compare", _compare, "how two checkpoints, of any kinds, differ")
-    compared.add_argument("a", metavar="A")
-    compared.add_argument("b", metavar="B")
+    compared.add_argument("a", metavar="A", help="a checkpoint of any kind")
+    compared.add_argument("b", metavar="B", help="and another, of the same kind or not")
     _add_names(compared)
     converted = parser_for("convert", _convert, "write a checkpoint as another kind", epilog=_CONVERT_EXAMPLES)
-    converted.add_argument("src", metavar="SRC")
-    converted.add_argument("dst", metavar="DST")
+    converted.add_argument("src", metavar="SRC", help="a checkpoint of any kind")
+    converted.add_argument("dst", metavar="DST", help="the file or folder to make")
     targets = "; ".join(f"{name}: {what}" for name, what in formats.TARGETS.items())
     converted.add_argument("--to", choices=formats.TARGETS, help=f"{targets}. Without it, by DST's ending")
     converted.add_argument(
@@ -116,7 +123,8 @@ def _parse(arguments):
         metavar="SIZE",
         help="with --to full: begin another file rather than exceed this, 5GB say",
     )
-    converted.add_argument("--dtype", choices=[name for name in TABLE if "float" in name], help="of the model's floats")
+    floats = [name for name in TABLE if "float" in name]
+    converted.add_argument("--dtype", choices=floats, help="cast the model's floats to it; not the optimizer's")
     _add_names(converted)
     converted.add_argument("--force", action="store_true", help="replace DST, if it is a checkpoint")
     options = parser.parse_args(arguments)
@@ -260,7 +268,7 @@ def _convert(options):
         trust=options.trust,
     )
     for text in left_out:
-        print(f"libfsdp.checkpoint: left out: {printable(text)}", file=sys.stderr)
+        _say(f"left out: {text}")
     print(convert.summary(content, options.dst))
     return 0
 

@@ -4,14 +4,17 @@ that there never is half a target, and an earlier one stays until the new one is
 
 import contextlib
 import ctypes
+import errno
 import os
 import shutil
+import time
 
 from ..errors import FsdpError, InvalidArgument, NotFound, SystemFailure
 from .formats import PICKLES, TARGETS, kind_of, open_any, select, some
 from .table import Progress, count, human
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_TRIES = 50  # to remove a folder, 0.1 s apart
 _libc = ctypes.CDLL(None, use_errno=True)
 _FOREIGN = {  # endings of what else belongs to a checkpoint's folder, by its kind
     "sharded": (".safetensors", "manifest.json"),
@@ -54,7 +57,7 @@ def convert(
     content = select(source, names, dtype)
     if not content.items and not content.json:
         raise InvalidArgument(f"{src}: has no tensors")
-    os.makedirs(os.path.dirname(dst), exist_ok=True)
+    made = _make_folders(os.path.dirname(dst))
     mark = f".converting-{os.getpid()}-"
     beside = os.path.join(os.path.dirname(dst), mark + os.path.basename(dst))
     try:
@@ -64,11 +67,17 @@ def convert(
             stack.enter_context(writing)
             left_out = _write(content, beside, reading, to, ranks, max_file_bytes)
         put_in_place(beside, dst)
-    except FsdpError as error:  # which may name the file that is gone in a moment
-        error.message = error.message.replace(mark, "")
-        raise
-    finally:
+    except BaseException as error:
         _remove(beside)
+        for folder in made:
+            with contextlib.suppress(OSError):  # another program has put something there
+                os.rmdir(folder)
+        if isinstance(error, FsdpError):
+            error.message = error.message.replace(mark, "")  # of the file that is gone now
+        elif isinstance(error, OSError):
+            raise SystemFailure(f"{error.filename or dst}: {error.strerror}".replace(mark, "")) from error
+        raise
+    _remove(beside)  # what was in the target's place
     return content, [*content.left_out, *left_out, *_beside(content.path)]
 
 
@@ -89,7 +98,7 @@ def _beside(path):
     if not os.path.isdir(path):
         return []
     ours = _FOREIGN[kind_of(path)]
-    others = sorted(name for name in os.listdir(path) if not name.endswith(ours) and not name.startswith(".converting-"))
+    others = sorted(name for name in os.listdir(path) if not name.endswith(ours))
     return [f"{some(others)} in {path}: no part of the checkpoint"] if others else []
 
 
@@ -132,6 +141,23 @@ def check_target(dst, force):
             raise InvalidArgument(f"{dst}: is no checkpoint, and is not replaced; give another path") from None
 
 
+def _make_folders(path):
+    """Make a folder and those that it is in. Gives those that were not there, the innermost first."""
+    missing = []
+    while path and not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for folder in reversed(missing):
+        try:
+            os.mkdir(folder)
+        except FileExistsError:
+            if not os.path.isdir(folder):
+                raise SystemFailure(f"{folder}: is a file, and no folder can be made there") from None
+        except OSError as error:
+            raise SystemFailure(f"{folder}: {error.strerror}") from error
+    return missing
+
+
 def put_in_place(beside, dst):
     """Rename `beside` to `dst`. What is there is exchanged with it in one step, where the file system can, and
     removed."""
@@ -162,9 +188,16 @@ def _exchange(beside, dst):
 
 def _remove(path):
     if os.path.isdir(path) and not os.path.islink(path):
+        for _ in range(_TRIES):  # a rank's thread that was interrupted may be about to make or remove a file in it
+            try:
+                return shutil.rmtree(path)
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                    break
+            time.sleep(0.1)
         shutil.rmtree(path, ignore_errors=True)
     else:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # it is not there, or nothing can be written there now
             os.unlink(path)
 
 

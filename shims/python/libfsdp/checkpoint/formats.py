@@ -135,11 +135,12 @@ def kind_of(path):
     path = os.fspath(path)
     if os.path.isdir(path):
         return _kind_of_folder(path)
-    try:
-        with open(path, "rb") as file:
-            head = file.read(16)
-    except FileNotFoundError:
-        raise NotFound(f"{path}: no such file or folder") from None
+    if not os.path.exists(path):
+        raise NotFound(f"{path or repr(path)}: no such file or folder")
+    if not os.path.isfile(path):  # reading from a pipe may wait for ever
+        raise NotFound(f"{path}: is neither a file nor a folder")
+    with open(path, "rb") as file:
+        head = file.read(16)
     if head.startswith((b"PK\x03\x04", b"\x80")):
         return "pickle"
     if head.startswith(b"MEGA"):

@@ -5,6 +5,7 @@ Both keep `.metadata` and plain values as pickles, which these packages' own rea
 the classes that belong there are made, unless the folder is trusted.
 """
 
+import contextlib
 import io
 import os
 import pickle
@@ -13,7 +14,7 @@ from ..dtypes import name_of
 from ..errors import Corrupt, FsdpError, InvalidArgument
 from .formats import Item, first_line, of_ranks_left_out, some
 from .formats_dict import content_of, value_of
-from .frameworks import framework
+from .frameworks import framework, writing
 
 _CLASSES = {
     "metadata": (
@@ -79,10 +80,12 @@ def read(path, trust):
 
     def load(values):
         try:
-            dcp.load(values, storage_reader=Reader(path), planner=Planner(flatten_state_dict=False), no_dist=True)
-        except (Exception, dcp.CheckpointException) as error:  # which is no Exception, and holds one of each rank
-            cause = _cause(error)
-            raise cause if isinstance(cause, FsdpError) else Corrupt(f"{path}: {first_line(cause)}") from None
+            with plainly(dcp):
+                dcp.load(values, storage_reader=Reader(path), planner=Planner(flatten_state_dict=False), no_dist=True)
+        except FsdpError:
+            raise
+        except Exception as error:
+            raise Corrupt(f"{path}: {first_line(error)}") from None
 
     def read_tensor(name, shape, dtype):
         values = {name: host.empty(shape, dtype)}
@@ -106,11 +109,16 @@ def read(path, trust):
     return content
 
 
-def _cause(error):
-    """The exception that a load ended with."""
-    for failure in getattr(error, "failures", {}).values():  # (exception, stack)
-        return failure[0] if isinstance(failure, tuple) else failure
-    return error
+@contextlib.contextmanager
+def plainly(dcp):
+    """What a load or save ends with is raised as it is: CheckpointException, which is no Exception, holds one of each rank,
+    among them those of Ctrl-C."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        for failure in error.failures.values():  # (exception, stack)
+            raise (failure[0] if isinstance(failure, tuple) else failure) from None
+        raise RuntimeError(first_line(error)) from None
 
 
 def _unpickled(text, host, trust, path):
@@ -171,5 +179,7 @@ def write(content, path, progress, to):
     if tied:
         left_out.append(f"that {some(tied)} is tied to another tensor: its values are there once more")
     value = host.tensors(value_of(content, left_out), progress, content.nbytes)
-    dcp.save(value, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    os.mkdir(path)  # what can't be made is told better here
+    with writing(path, host), plainly(dcp):
+        dcp.save(value, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
     return left_out

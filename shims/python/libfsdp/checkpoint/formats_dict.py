@@ -110,10 +110,8 @@ def _add_model(content, model, ties):
                 try:
                     modules[name] = plain(item, name)
                 except InvalidArgument:
-                    content.left_out.append(
-                        f"{name!r} of the model: {_kind(item)}; of extra states, numbers, texts, lists and dicts of such "
-                        "can be kept, and tensors by themselves"
-                    )
+                    reason = "numbers, texts, lists and dicts of such can be kept, and tensors by themselves"
+                    content.left_out.append(f"{name!r} of the model: {_kind(item)}; of extra states, {reason}")
             elif isinstance(item, dict):
                 walk(f"{name}.", item)
             else:
@@ -184,7 +182,8 @@ def _add_optimizer(content, optimizer):
                 kept[key] = encode(_number_of(value), key)
             except FsdpError:
                 reason = "numbers, texts, lists and dicts of such can be kept"
-                content.left_out.append(f"the option {key!r} of the optimizer's group {index}: {_kind(value)}; {reason}")
+                name = f"the option {key!r} of the optimizer's group {index}"
+                content.left_out.append(f"{name}: {_kind(value)}; {reason}")
         result["groups"].append(kept)
     for param, values in states.items():
         for key, value in values.items():

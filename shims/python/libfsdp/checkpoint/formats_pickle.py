@@ -10,7 +10,7 @@ from ..errors import InvalidArgument
 from ..tensor import copy, zeros
 from .formats import Content, Item, of_ranks_left_out, part_of, pickles_of, same_bits, some
 from .formats_dict import MODULES, content_of, value_of
-from .frameworks import framework, sync_file
+from .frameworks import framework, sync_file, writing
 from .table import count
 
 
@@ -121,7 +121,8 @@ def _merged(path, contents):
             elif name == "optimizer":
                 others += _add_optimizer(result.json[name], value)
             elif name == MODULES:
-                others += [f"{key!r}" for key, state in value.items() if result.json[name].setdefault(key, state) != state]
+                there = result.json[name]
+                others += [f"{key!r}" for key, state in value.items() if there.setdefault(key, state) != state]
             elif value != result.json[name]:
                 others.append(f"{name!r}")
         result.left_out += [text for text in content.left_out if text not in result.left_out]
@@ -146,8 +147,8 @@ def _add_optimizer(result, other):
     """Put together the optimizer's JSON values of two files, in the first. Gives what of the other has no place."""
     lost = []
     for name, values in other["numbers"].items():
-        found = result["numbers"].setdefault(name, {})
-        lost += [f"the optimizer's {key} of {name}" for key, value in values.items() if found.setdefault(key, value) != value]
+        there = result["numbers"].setdefault(name, {})
+        lost += [f"the optimizer's {key} of {name}" for key, state in values.items() if there.setdefault(key, state) != state]
     known = {name: group for group in result["groups"] for name in group["params"]}
     for index, group in enumerate(other["groups"]):
         options = {key: value for key, value in group.items() if key != "params"}
@@ -198,6 +199,9 @@ def write(content, path, progress, to):
     host = framework(*hosts)
     left_out = of_ranks_left_out(content, "this kind of file has no place for them")
     value = host.tensors(value_of(content, left_out), progress, content.nbytes)
-    host.save(value, path)
+    with open(path, "xb"):  # what can't be made is told better here
+        pass
+    with writing(path, host):
+        host.save(value, path)
     sync_file(path)
     return left_out

@@ -1,5 +1,6 @@
 """torch and TensorPlay as the converters need them: reading and writing their files, and their tensors."""
 
+import contextlib
 import importlib
 import io
 import logging
@@ -7,8 +8,9 @@ import os
 import pickle
 
 from ..dtypes import name_of
-from ..errors import Corrupt, InvalidArgument, Unsupported
+from ..errors import Corrupt, FsdpError, InvalidArgument, SystemFailure, Unsupported
 from .formats import Item, Scalar, first_line
+from .table import human
 
 
 class Bag:
@@ -288,6 +290,21 @@ def stand_ins(torch):
     found.append((ShardedStandIn, "torch.distributed._shard.sharded_tensor.api.ShardedTensor"))
     found += [(member, f"{module}.getattr") for module in ("builtins", "__builtin__")]
     return found
+
+
+@contextlib.contextmanager
+def writing(path, host):
+    """What a framework says when it can't write does not tell the place, nor that the disk is full."""
+    try:
+        yield
+    except FsdpError:
+        raise
+    except Exception as error:
+        place = os.statvfs(os.path.dirname(path))
+        raise SystemFailure(
+            f"{path}: {host.name} can't write it ({human(place.f_bavail * place.f_frsize)} are free there): "
+            f"{first_line(error)}"
+        ) from error
 
 
 def sync_file(path):

@@ -4,6 +4,7 @@ Tables and results go to the standard output; progress goes to the error output:
 terminal, else as a plain line every few seconds, so that a log stays readable.
 """
 
+import os
 import re
 import sys
 import threading
@@ -64,6 +65,14 @@ def count(n, what, many=None):
     return f"{n} {what if n == 1 else many or what + 's'}"
 
 
+def _columns(stream):
+    """Of a terminal, which may have become another width; some say that it has none."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or _LINE + 1
+    except (OSError, ValueError):
+        return _LINE + 1
+
+
 class Progress:
     """A bar: progress(done, total) while work goes on; a context manager, which wipes it at the end.
 
@@ -74,7 +83,7 @@ class Progress:
     def __init__(self, what, measure=None, stream=None):
         self.what, self.measure = what, measure
         self.stream = sys.stderr if stream is None else stream
-        self.terminal = self.stream.isatty()
+        self.terminal = self.stream is not None and self.stream.isatty()
         self.began = self.last = None  # when something was first done, and last shown
         self.drawn = 0
         self.over = threading.Event()
@@ -99,7 +108,7 @@ class Progress:
             self(*self.measure())
 
     def __call__(self, done, total):
-        if not done:
+        if not done or self.stream is None:  # Python has none where the descriptor is closed
             return
         now = time.monotonic()
         if self.began is None:
@@ -111,9 +120,12 @@ class Progress:
         part = done / total if total else 1.0
         text = f"{part:4.0%}  {human(done)} of {human(total)}, {human(int(done / max(now - self.began, 1e-3)))}/s"
         if self.terminal:
-            full = round(part * _WIDTH)
-            text = f"{self.what} [{'#' * full}{'.' * (_WIDTH - full)}] {text}"
-            self.drawn = max(self.drawn, len(text), _LINE)
+            columns = _columns(self.stream)
+            width = min(_WIDTH, columns - len(self.what) - len(text) - len(" [] ") - 1)
+            full = round(part * width)
+            text = f"{self.what} [{'#' * full}{'.' * (width - full)}] {text}" if width > 2 else f"{self.what} {text}"
+            text = text[: columns - 1]
+            self.drawn = min(max(self.drawn, len(text), _LINE), columns - 1)  # a longer one would not be drawn over
             self.stream.write("\r" + text.ljust(self.drawn))
         else:
             text = f"{self.what} {text}"
