@@ -1079,7 +1079,7 @@ typedef int32_t fsdp_state_kind;
 enum {
     FSDP_STATE_SHARDED = 0, /* this rank's parts, with where they lie in the whole */
     FSDP_STATE_FULL = 1,    /* whole tensors */
-    FSDP_STATE_LOCAL = 2,   /* this rank's parts as tensors by themselves: of use on as many ranks only */
+    FSDP_STATE_LOCAL = 2,   /* this rank's parts as tensors by themselves: of use where each rank has the same part */
 };
 
 typedef struct fsdp_state_dict_options {
@@ -1147,7 +1147,8 @@ FSDP_API fsdp_status fsdp_load_options_init(fsdp_load_options *options, size_t s
 FSDP_API fsdp_status fsdp_state_dict_load(fsdp_state_dict *into, fsdp_state_dict *from,
                                           const fsdp_load_options *options);
 /* The same into a model's shards, but for JSON values. Seen by the next call that unshards; STATE while a unit is
- * unsharded, naming it. All ranks make this call, each with its own dict. With from_rank0 it is collective: tensors are
+ * unsharded, naming it. A dict that was made with FSDP_STATE_LOCAL knows which parts it has: they load where the model's
+ * are within them, INVALID elsewhere; what else is shaped like a part does not. All ranks make this call, each with its own dict. With from_rank0 it is collective: tensors are
  * sent one at a time, and an error is the same on all ranks; when a rank is lost or has no memory in the middle, some
  * are written. */
 FSDP_API fsdp_status fsdp_model_load_state_dict(fsdp_model *model, fsdp_state_dict *from,

@@ -36,6 +36,7 @@ fsdp_status state_dict_create(fsdp_state_dict **out)
 static void entry_free(struct state_entry *entry)
 {
     managed_delete(entry->tensor);
+    mem_free(entry->home);
     mem_free(entry->name);
     mem_free(entry);
 }
@@ -210,6 +211,7 @@ static fsdp_status read_tied(const fsdp_state_dict *dict, const fsdp_entry *give
     entry->tied_to = to;
     entry->tensor = NULL;
     entry->data = (struct tensor){0};
+    entry->home = NULL;
     return FSDP_OK;
 }
 

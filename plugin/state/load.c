@@ -162,8 +162,19 @@ static fsdp_status check_values(const struct source *from, int64_t index, const 
 {
     char a[TENSOR_TEXT], b[TENSOR_TEXT];
     const struct state_entry *there = from->entry(from, index);
-    CHECK_ARG(box_same(&there->whole, &wanted->whole), "'%.200s' is %s in %s, but %s is wanted: shapes must be equal",
-              there->name, whole_text(there, a), from->what, whole_text(wanted, b));
+    int like_part = there->whole.ndim == want->ndim &&
+                    memcmp(there->whole.size, want->size, (size_t)want->ndim * sizeof *want->size) == 0;
+    CHECK_ARG(box_same(&there->whole, &wanted->whole), "'%.200s' is %s in %s, but %s is wanted: shapes must be equal%s",
+              there->name, whole_text(there, a), from->what, whole_text(wanted, b),
+              like_part ? " (it has that of this rank's part: say so with entry.shape and offset when it is added, or "
+                          "load it into a dict of the model of kind FSDP_STATE_LOCAL)"
+                        : "");
+    CHECK_ARG(
+        !there->home || !wanted->home ||
+            (box_same(&there->home->whole, &wanted->home->whole) && box_same(&there->home->part, &wanted->home->part)),
+        "'%.200s' is another part of its parameter in %s than the one that is wanted: a dict of kind "
+        "FSDP_STATE_LOCAL is of use where each rank has the same part",
+        there->name, from->what);
     CHECK_ARG(there->type == wanted->type || (dtype_is_float(there->type) && dtype_is_float(wanted->type)),
               "'%.200s' is %s in %s, but %s is wanted: only floats are converted", there->name, whole_text(there, a),
               from->what, whole_text(wanted, b));

@@ -43,6 +43,15 @@ static fsdp_status shard_copy(const struct param *p, DLManagedTensorVersioned **
     return FSDP_OK;
 }
 
+static fsdp_status home_make(struct state_entry *entry, const struct param *p)
+{
+    entry->home = mem_alloc(sizeof *entry->home);
+    if (!entry->home) return mem_none("an entry", sizeof *entry->home);
+    box_make(&entry->home->whole, p->ndim, NULL, p->shape);
+    box_make(&entry->home->part, p->ndim, p->corner, p->extent);
+    return FSDP_OK;
+}
+
 static fsdp_status add_param(fsdp_state_dict *dict, fsdp_unit *unit, int32_t index,
                              const fsdp_state_dict_options *options)
 {
@@ -61,7 +70,10 @@ static fsdp_status add_param(fsdp_state_dict *dict, fsdp_unit *unit, int32_t ind
     else
         TRY(options->copy ? shard_copy(&unit->params[unit->entries[index].param], &tensor)
                           : unit_tensor(unit, index, UNIT_SHARD, &tensor));
-    return state_add_prefixed(dict, options->prefix, &entry, tensor);
+    TRY(state_add_prefixed(dict, options->prefix, &entry, tensor));
+    return options->kind == FSDP_STATE_LOCAL && tensor
+               ? home_make(dict->entries[dict->n_entries - 1], &unit->params[unit->entries[index].param])
+               : FSDP_OK;
 }
 
 /* This rank's parts of all parameters. */
@@ -106,6 +118,44 @@ fsdp_status model_state_dict(fsdp_model *model, const fsdp_state_dict_options *o
 
 /* ---- loading */
 
+/* A dict of kind LOCAL, as one that says where its parts lie; others as they are. */
+static fsdp_status parts_at_home(fsdp_state_dict *from, fsdp_state_dict **out)
+{
+    int64_t local = 0;
+    for (int64_t i = 0; i < from->n_entries && !local; i++) local = from->entries[i]->home != NULL;
+    if (!local) {
+        ref_get(&from->ref);
+        *out = from;
+        return FSDP_OK;
+    }
+    fsdp_state_dict *dict;
+    TRY(state_dict_create(&dict));
+    fsdp_status status = FSDP_OK;
+    for (int64_t i = 0; i < from->n_entries && status == FSDP_OK; i++) {
+        const struct state_entry *there = from->entries[i];
+        DLManagedTensorVersioned *tensor = NULL;
+        fsdp_entry entry;
+        state_entry_tell(there, there->tied_to < 0 ? NULL : from->entries[there->tied_to]->name, &entry);
+        if (entry.tied_to)
+            entry.shape = NULL;
+        else
+            status = state_dict_tensor(from, i, &tensor);
+        if (there->home) {
+            entry.shape = there->home->whole.size;
+            entry.offset = there->home->part.at;
+        }
+        if (status == FSDP_OK) status = state_add_prefixed(dict, NULL, &entry, tensor);
+    }
+    if (status == FSDP_OK) {
+        *out = dict;
+        return FSDP_OK;
+    }
+    fsdp_error_info failure;
+    err_save(&failure);
+    state_dict_release(dict);
+    return err_restore(&failure);
+}
+
 /* From rank 0's whole tensors; source is looked at there alone. */
 static fsdp_status load_from_rank0(fsdp_model *model, const fsdp_state_dict *into, const struct source *source,
                                    const fsdp_load_options *options, fsdp_status status)
@@ -147,7 +197,7 @@ fsdp_status model_load_state_dict(fsdp_model *model, fsdp_state_dict *from, cons
 {
     struct units units;
     struct source source = {0};
-    fsdp_state_dict *into = NULL;
+    fsdp_state_dict *into = NULL, *parts = NULL;
     fsdp_state_dict_options shared = {.struct_size = sizeof shared};
     fsdp_error_info failure;
     err_save(&failure);
@@ -157,7 +207,8 @@ fsdp_status model_load_state_dict(fsdp_model *model, fsdp_state_dict *from, cons
     if (status == FSDP_OK) status = held;
     if (status == FSDP_OK) status = units_loadable(&units);
     if (status == FSDP_OK) status = model_parts(&units, &shared, &into);
-    if (status == FSDP_OK && from) state_dict_source(from, &source);
+    if (status == FSDP_OK && from) status = parts_at_home(from, &parts);
+    if (status == FSDP_OK && from) state_dict_source(parts, &source);
     source.n_json = 0; /* a model has none */
     if (options->from_rank0)
         status = load_from_rank0(model, into, &source, options, status);
@@ -166,6 +217,7 @@ fsdp_status model_load_state_dict(fsdp_model *model, fsdp_state_dict *from, cons
     err_save(&failure);
     for (int32_t i = 0; i < units.n && held == FSDP_OK; i++) units.at[i]->current = 0;
     state_dict_release(into);
+    state_dict_release(parts);
     units_drop(&units);
     return status == FSDP_OK ? FSDP_OK : err_restore(&failure);
 }

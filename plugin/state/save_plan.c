@@ -194,6 +194,7 @@ fsdp_status save_copies_make(fsdp_save *save)
         copy->name = memcpy(name, copy->name, length);
         name += length;
         copy->tensor = NULL;
+        copy->home = NULL;
         int64_t now = part_bytes(save, i, &box);
         if (now) {
             struct tensor source = copy->data, values;

@@ -29,6 +29,11 @@ struct fsdp_unit;
 
 /* ---- dicts */
 
+/* Where the tensor of a LOCAL dict's entry lies in the parameter that it is a part of. */
+struct state_home {
+    struct box whole, part;
+};
+
 struct state_entry {
     char *name;
     fsdp_entry_kind kind;
@@ -40,6 +45,7 @@ struct state_entry {
     int64_t tied_to;                  /* index of an earlier entry, never itself a tied one; -1: none */
     DLManagedTensorVersioned *tensor; /* NULL: tied */
     struct tensor data;               /* a view of it, of `part`'s size and any dtype that casts to `type` */
+    struct state_home *home;          /* LOCAL: of one with values; else NULL */
 };
 
 struct state_json {

@@ -322,11 +322,9 @@ static void rank_parts(struct rank *r)
                 OK(fsdp_state_dict_load(other, dict, NULL));
                 expect_shards(&h, copy ? 11 : 31, "loaded by parts");
                 set_shards_of(&h, 31);
-                if (kind == FSDP_STATE_SHARDED) {
-                    fsdp_load_options load = {.struct_size = sizeof load, .prefix = "p."};
-                    OK(fsdp_model_load_state_dict(h.model, dict, &load));
-                    expect_shards(&h, copy ? 11 : 31, "loaded by parts");
-                }
+                fsdp_load_options load = {.struct_size = sizeof load, .prefix = "p."};
+                OK(fsdp_model_load_state_dict(h.model, dict, &load));
+                expect_shards(&h, copy ? 11 : 31, "loaded by parts");
                 fsdp_state_dict_release(other);
                 /* It keeps the shards. */
                 DLManagedTensorVersioned *kept;
@@ -343,6 +341,61 @@ static void rank_parts(struct rank *r)
 Test(state, a_sharded_dict_shares_or_copies_the_shards_and_says_where_they_lie)
 {
     for (int size = 1; size <= 4; size++) ranks_run(size, rank_parts, NULL);
+}
+
+/* A LOCAL dict has no shapes that would tell, but knows which parts it has. */
+static void rank_local(struct rank *r)
+{
+    static const struct par one[] = {{.name = "w", .type = DTYPE_F32, .ndim = 2, .shape = {4, 4}, .id = 9}};
+    static const struct par other[] = {{.name = "w", .type = DTYPE_F32, .ndim = 2, .shape = {4, 4}, .dim = 1, .id = 9}};
+    fsdp_group *group = group_make(r, 0, 0), *turned;
+    OK(fsdp_group_split(group, 0, r->size - r->rank, NULL, &turned));
+    for (int which = 0; which < 3; which++) { /* the same; rank 0's where the last one's are; cut otherwise */
+        fsdp_model *a = layout_model(group, LAYOUT_SHARED, NULL),
+                   *b = layout_model(which == 1 ? turned : group, LAYOUT_SHARED, NULL);
+        struct kit from, into;
+        kit_make(a, "a", one, 1, 11, NULL, &from);
+        kit_make(b, "b", which == 2 ? other : one, 1, 22, NULL, &into);
+        fsdp_state_dict *dict = dict_of(a, FSDP_STATE_LOCAL, 0, 0, NULL),
+                        *local = dict_of(b, FSDP_STATE_LOCAL, 0, 0, NULL);
+        fsdp_load_options root = {.struct_size = sizeof root, .from_rank0 = 1};
+        if (which == 0 || r->size == 1) {
+            OK(fsdp_model_load_state_dict(b, dict, NULL));
+            kit_expect_shards(&into, 11, "the same parts");
+            OK(fsdp_state_dict_load(local, dict, NULL));
+        } else {
+            REFUSED(fsdp_model_load_state_dict(b, dict, NULL), FSDP_ERR_INVALID, "'w' is there in part");
+            REFUSED(fsdp_state_dict_load(local, dict, NULL), FSDP_ERR_INVALID, which == 1 ? "another part" : "'w'");
+            int first = which == 1 ? r->size - 1 : 0; /* rank 0 of b's group */
+            REFUSED(fsdp_model_load_state_dict(b, r->rank == first ? dict : NULL, &root), FSDP_ERR_INVALID,
+                    "'w' is there in part");
+            kit_expect_shards(&into, 22, "other parts");
+        }
+        fsdp_state_dict_release(local);
+        fsdp_state_dict_release(dict);
+        /* The same values as a host's tensor. */
+        fsdp_entry entry = {
+            .struct_size = sizeof entry, .name = "w", .ndim = 2, .shape = from.shard[0]->dl_tensor.shape};
+        DLManagedTensorVersioned *tensor = host_tensor(DTYPE_F32, 2, entry.shape, 0);
+        OK(fsdp_state_dict_create(&dict));
+        OK(fsdp_state_dict_add(dict, &entry, tensor));
+        if (r->size > 1 && which == 0)
+            REFUSED(fsdp_model_load_state_dict(b, dict, NULL), FSDP_ERR_INVALID, "FSDP_STATE_LOCAL");
+        fsdp_state_dict_release(dict);
+        kit_drop(&from);
+        kit_drop(&into);
+        fsdp_model_release(a);
+        fsdp_model_release(b);
+    }
+    fsdp_group_release(turned);
+    fsdp_group_release(group);
+}
+
+Test(state, a_local_dict_loads_where_the_same_parts_are)
+{
+    ranks_run(1, rank_local, NULL);
+    ranks_run(2, rank_local, NULL);
+    ranks_run(4, rank_local, NULL);
 }
 
 /* ---- loading wholes */

@@ -277,7 +277,7 @@ class Model:
         """A StateDict of the parameters of all units, by name, in their own dtype.
 
         kind        "sharded": this rank's shards, with where they lie in the whole. "local": the shards as tensors by
-                    themselves. "full": whole tensors, gathered one after the other; collective
+                    themselves, for ranks that have the same shards. "full": whole tensors, gathered one after the other; collective
         rank0_only  of full: rank 0's alone has entries
         copy        False: the shards themselves, so that loading into the dict is loading into the model. True: copies
         prefix      put before every name
