@@ -1,10 +1,11 @@
 """A training run in one of the hosts, saved and gone on with: checkpoint_run.py HOST WRAP WHAT FOLDER
 
-HOST: torch, tensorplay, numpy. WRAP: none, fully_shard, classic, hybrid. WHAT: save, or load. On as many ranks as the
+HOST: torch, tensorplay, numpy. WRAP: none, fully_shard, classic, hybrid, ddp (the host's own). WHAT: save, or load. On as many ranks as the
 launcher says. All hosts have the same model, batches and optimizer; what `save` has written in FOLDER/expected are the
 losses that it came to afterwards, which those of `load` must equal.
 """
 
+import importlib
 import json
 import os
 import pathlib
@@ -56,6 +57,9 @@ class Modules:
         elif wrap == "classic":
             where = {"device_id": framework.device("cpu")} if host == "torch" else {}
             model = ours.FullyShardedDataParallel(model, **where)
+        elif wrap == "ddp":
+            from_where = "torch.nn.parallel" if host == "torch" else "tensorplay.nn.parallel.distributed"
+            model = importlib.import_module(from_where).DistributedDataParallel(model)
         self.model = model
         self.optimizer = framework.optim.Adam(model.parameters(), lr=0.05)
 

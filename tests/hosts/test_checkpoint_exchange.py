@@ -38,6 +38,8 @@ def run(host, ranks, wrap, what, folder):
         (("torch", 4, "hybrid"), ("numpy", 1, "none")),
         (("numpy", 2, "fully_shard"), ("torch", 1, "none")),
         (("numpy", 3, "fully_shard"), ("tensorplay", 2, "fully_shard")),
+        (("tensorplay", 2, "ddp"), ("torch", 3, "fully_shard")),
+        (("torch", 2, "fully_shard"), ("tensorplay", 3, "ddp")),
     ],
     ids=lambda run: "-".join(map(str, run)),
 )

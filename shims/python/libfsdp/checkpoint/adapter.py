@@ -21,6 +21,7 @@ class Piece:
     dtype: str = None  # in which it is kept; None: the array's
     tied_to: str = None  # the name of an earlier Piece that is the same tensor
     from_copy0: bool = False  # copies may differ, and that of copy 0 is kept: buffers, which nothing keeps alike
+    kept_alike: bool = False  # libfsdp keeps the copies alike; what nothing does so for is compared when it is saved
 
 
 class Adapter:
@@ -42,8 +43,8 @@ class Adapter:
     def settle(self, model):
         """Before its pieces are written: no parameter is to be full."""
 
-    def loaded(self, model):
-        """They have been."""
+    def written(self, arrays):
+        """These arrays of its pieces have been, which the framework may not have noticed."""
 
     def groups(self, model, optimizer):
         """[(options, {name: parameter}), ...] of an optimizer's groups, in their order; options without the parameters. A
@@ -110,7 +111,14 @@ class NumPy(Adapter):
                 entry = unit.param_entry(param.name)
                 array = param.shard.numpy()
                 found[param.name] = Piece(
-                    param.name, array, entry.shape, entry.offset, entry.copies, entry.copy, entry.dtype
+                    param.name,
+                    array,
+                    entry.shape,
+                    entry.offset,
+                    entry.copies,
+                    entry.copy,
+                    entry.dtype,
+                    kept_alike=True,
                 )
         return [found[name] for name in model._names]
 

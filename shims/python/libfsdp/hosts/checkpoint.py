@@ -10,7 +10,7 @@ from ..errors import InvalidArgument, InvalidState
 from ..tensor import shard_extent
 from .index import Index
 from .iteration import state_of
-from .state_dict import clean_name
+from .state_dict import clean_name, replicates
 
 EXTRA_STATE = "_extra_state"  # as in the modules' own state dicts
 _PARAMETERS = ("params", "param_names")  # of a group: in the checkpoint these are names, in its own order
@@ -22,10 +22,26 @@ def _kept_dtypes(module):
 
 
 class ModuleAdapter(Adapter):
-    """host: the framework's Host. An adapter of a framework says how plain tensors and others of its own lie."""
+    """host: the framework's Host. An adapter of a framework says how plain tensors and others of its own lie, gives the
+    library's group of some ranks (`group_over`), and says which ranks its data-parallel wrapper runs on."""
 
     def __init__(self, host):
         self.host = host
+
+    def ranks(self, model):
+        """The ranks that a model says it is on, a set; empty where it says nothing."""
+        found = set()
+        for module in model.modules():
+            state = state_of(module)
+            if state is not None:
+                found.update(state.ranks._ranks)
+            elif replicates(type(module)):
+                found.update(self.ranks_of(module))
+        return found
+
+    def group(self, model):
+        ranks = self.ranks(model)
+        return self.group_over(sorted(ranks) if ranks else None)
 
     def lie(self, tensor, group):
         """(local tensor, shape, offset, copies, copy) of a tensor that no fully_shard has cut."""
@@ -43,11 +59,10 @@ class ModuleAdapter(Adapter):
         places, found, seen = Index(model).places, [], {}
         kept = {}  # {name of a buffer that a classic wrapper has cast: the dtype that it was of}
 
-        def add(name, tensor, lie, dtype=None, from_copy0=False):
+        def add(name, tensor, lie, **more):
             first = seen.setdefault(id(tensor), name)
-            local, shape, offset, copies, copy = lie
-            tied_to = None if first == name else first
-            found.append(Piece(name, local.detach(), shape, offset, copies, copy, dtype, tied_to, from_copy0))
+            local, *where = lie
+            found.append(Piece(name, local.detach(), *where, tied_to=None if first == name else first, **more))
 
         def here(module, path, attribute):
             return clean_name(model, f"{path}.{attribute}" if path else attribute)
@@ -59,13 +74,14 @@ class ModuleAdapter(Adapter):
                     if parameter is not None:
                         unit = places.get((id(module), attribute))
                         lie = self.lie(parameter.detach(), group) if unit is None else self.cut(parameter, *unit)
-                        add(here(module, path, attribute), parameter, lie)
+                        add(here(module, path, attribute), parameter, lie, kept_alike=unit is not None)
                 transient = getattr(module, "_non_persistent_buffers_set", ())
                 for attribute, buffer in module._buffers.items():
                     if buffer is not None and attribute not in transient:
                         name = here(module, path, attribute)
                         dtype = kept.get(name)
-                        add(name, buffer, self.lie(buffer.detach(), group), dtype and name_of(dtype), True)
+                        lie = self.lie(buffer.detach(), group)
+                        add(name, buffer, lie, dtype=dtype and name_of(dtype), from_copy0=True)
         return found
 
     def extra_states(self, model):

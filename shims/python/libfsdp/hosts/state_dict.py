@@ -16,12 +16,20 @@ FULL, SHARDED, LOCAL = "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DIC
 # ---- Names -----------------------------------------------------------------------------------------------------------
 
 
+def replicates(kind):
+    """Whether a class of modules is the framework's data-parallel wrapper, whose `module` is what it was given. By name, as
+    a program that has such a module has imported where it is from, and others need not."""
+    return any(base.__name__ in ("DistributedDataParallel", "DataParallel") for base in kind.__mro__)
+
+
 def clean_name(module, name, hidden=(*discover.HIDDEN, "_orig_mod")):
-    """The name that something below `module` has without wrappers; and without `hidden`: what activation checkpointing
-    and compilers put around modules."""
+    """The name that something below `module` has without wrappers, ours and those for data parallelism; and without
+    `hidden`: what activation checkpointing and compilers put around modules."""
     parts = []
     for part in name.split("."):
-        if part not in hidden and not (hasattr(type(module), "_fsdp_wrapper") and part == module._wrapped_name):
+        kind = type(module)
+        wrapped = hasattr(kind, "_fsdp_wrapper") and part == module._wrapped_name or part == "module" and replicates(kind)
+        if part not in hidden and not wrapped:
             parts.append(part)
         module = None if module is None else module._modules.get(part)
     return ".".join(parts)

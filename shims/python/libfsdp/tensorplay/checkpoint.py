@@ -11,18 +11,26 @@ from .ranks import group_over
 
 
 class TensorPlayAdapter(ModuleAdapter):
-    def group(self, model):
-        ranks = set()
+    group_over = staticmethod(group_over)
+
+    def ranks(self, model):
         for module in model.modules():
-            state = state_of(module)
-            if state is not None:
-                ranks.update(state.ranks._ranks)
-            elif any(kind.__name__ in ("FSDPModule", "FullyShardedDataParallel") for kind in type(module).__mro__):
+            own = any(kind.__name__ in ("FSDPModule", "FullyShardedDataParallel") for kind in type(module).__mro__)
+            if own and state_of(module) is None:
                 raise Unsupported(
                     f"model: {type(module).__name__} was sharded by TensorPlay's own FSDP, which does not say how its shards "
                     "lie; shard it with libfsdp.tensorplay"
                 )
-        return group_over(sorted(ranks) if ranks else None)
+        return super().ranks(model)
+
+    def ranks_of(self, module):
+        group = getattr(module, "process_group", None)  # DataParallel, in one process, has none
+        return () if group is None else group.ranks
+
+    def written(self, arrays):
+        """Backward of a forward before it is refused, as after other writes: TensorPlay does not see who lends memory."""
+        for array in arrays:
+            array._bump_version()
 
     def fresh(self, like, shape, dtype):
         return tensorplay.zeros(list(shape), dtype=getattr(tensorplay, dtype))

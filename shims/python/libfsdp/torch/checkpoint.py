@@ -2,28 +2,30 @@
 classic wrapper has sharded, tensor parallelism, and any other DTensors whose parts are one box on each rank."""
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..errors import Unsupported
 from ..hosts.checkpoint import ModuleAdapter
-from ..hosts.iteration import state_of
 from .classic import _of_dtype
 from .host import HOST
 from .ranks import group_over
 
 
 class TorchAdapter(ModuleAdapter):
-    def group(self, model):
-        ranks = set()
+    group_over = staticmethod(group_over)
+
+    def ranks(self, model):
+        found = super().ranks(model)
         for tensor in (*model.parameters(), *model.buffers()):
             if isinstance(tensor, DTensor):
-                ranks.update(tensor.device_mesh.mesh.flatten().tolist())
-        for module in model.modules():
-            state = state_of(module)
-            if state is not None:  # of a classic wrapper: its parameters are no DTensors
-                ranks.update(state.ranks._ranks)
-        return group_over(sorted(ranks) if ranks else None)
+                found.update(tensor.device_mesh.mesh.flatten().tolist())
+        return found
+
+    def ranks_of(self, module):
+        group = getattr(module, "process_group", None)  # DataParallel, in one process, has none
+        return () if group is None else dist.get_process_group_ranks(group)
 
     def lie(self, tensor, group):
         if not isinstance(tensor, DTensor):
