@@ -18,7 +18,7 @@ from .. import abi
 from ..borrow import borrow
 from ..errors import InvalidArgument, NotFound, Pending, check
 from ..group import Group
-from ..handle import Handle, integer, real, text
+from ..handle import Handle, integer, real
 from ..state import Loading, StateDict, progress_function, read_entry, read_json
 from ..tensor import zeros
 
@@ -27,7 +27,11 @@ _SLICE_MS = 100  # a wait on the main thread looks for Ctrl-C so often
 
 
 def path_text(path):
-    return text(os.fsdecode(path), "path")
+    """A path for the C side, of any bytes. Slashes at its end say that it is a folder, which is seen by looking."""
+    path = os.fsencode(path)
+    if b"\0" in path:
+        raise InvalidArgument(f"path: {path!r} contains a zero character")
+    return path.rstrip(b"/") or path[:1]
 
 
 def write(path, state, group=None, *, full=False, background=False, sync=True, max_file_bytes=None):
