@@ -12,7 +12,7 @@ from test_numpy import batch, net
 
 import libfsdp
 from libfsdp import Mesh, StateDict, checkpoint
-from libfsdp.numpy import SGD, Adam, fully_shard, softmax_cross_entropy
+from libfsdp.numpy import SGD, Adam, Linear, Sequential, fully_shard, softmax_cross_entropy
 
 SAMPLES, BEFORE, AFTER = 24, 3, 3
 OPTIMIZERS = ["sgd", "momentum", "adam"]
@@ -295,12 +295,117 @@ def test_loading_reports_progress_and_can_be_ended(tmp_path):
 
 def test_what_would_come_back_as_something_else_is_refused(tmp_path):
     model = fully_shard(net())
-    for extra in ({1: 2}, {"milestones": [{30: 1}]}, {"a": ({None: 1},)}):
-        with pytest.raises(libfsdp.InvalidArgument, match="extra.*the key"):
+    for extra, place in (({1: 2}, ""), ({"milestones": [{30: 1}]}, r"\.milestones\[0\]"), ({"a": ({None: 1},)}, r"\.a\[0\]")):
+        with pytest.raises(libfsdp.InvalidArgument, match=f"extra{place}: .*the key"):
             checkpoint.save(tmp_path / "saved", model, extra=extra)
+    for value in (np.ones(1), np.float32(1), {1, 2}, b"x", {"float": "inf"}):
+        with pytest.raises(libfsdp.InvalidArgument, match=r"extra\.a\.b: "):
+            checkpoint.save(tmp_path / "saved", model, extra={"a": {"b": value}})
     with pytest.raises(libfsdp.InvalidArgument, match="'rng' is a text"):
         checkpoint.save(tmp_path / "saved", model, of_rank={"rng": "text"})
     assert not (tmp_path / "saved").exists()
+
+
+def test_infinities_come_back(tmp_path):
+    model = fully_shard(net())
+    extra = {"best": float("inf"), "worst": [-float("inf")], "float": {"float": 2.5}, "large": 2**62 + 1, "text": "inf"}
+    checkpoint.save(tmp_path / "saved", model, extra=extra)
+    assert checkpoint.load(tmp_path / "saved", model).extra == extra
+    checkpoint.save(tmp_path / "saved", model, extra=float("nan"))
+    assert np.isnan(checkpoint.load(tmp_path / "saved", model).extra)
+
+
+def test_paths_are_bytes_and_may_end_with_slashes(tmp_path):
+    model = net()
+    for path in (f"{tmp_path}/file.safetensors/", os.fsencode(tmp_path) + b"/\xff\xfe.safetensors", f"{tmp_path}/folder//"):
+        checkpoint.save(path, model, full=True)
+        for again in (path, os.fsdecode(path), pathlib.Path(os.fsdecode(path))):
+            assert checkpoint.load(again, model).missing == []
+    assert (tmp_path / "file.safetensors").is_file() and (tmp_path / "folder").is_dir()
+    with pytest.raises(libfsdp.InvalidArgument, match="zero character"):
+        checkpoint.save("a\0b", model)
+    with pytest.raises(libfsdp.NotFound):
+        checkpoint.load(os.fsencode(tmp_path) + b"/\xff", model)
+
+
+def plain_copies(group, folder):
+    folder = pathlib.Path(folder)
+    model = net()
+    optimizer = optimizer_of(model, "adam")
+    x, labels = batch(8)
+    _, slope = softmax_cross_entropy(model.forward(x), labels)
+    model.backward(slope)
+    optimizer.step()
+    checkpoint.save(folder / "saved", model, optimizer, group=group)
+    last = model.parameters()[-1].name
+    optimizer.state(last)["exp_avg_sq"].flat[0] += group.rank == 2
+    with pytest.raises(libfsdp.Mismatch, match=f"the state 'exp_avg_sq' of '{last}' .* rank 2 than on rank 0"):
+        checkpoint.save(folder / "no", model, optimizer, group=group)
+    model.parameters()[0].value[1, 2] *= -1 if group.rank else 1
+    with pytest.raises(libfsdp.Mismatch, match="the parameter '0.weight' .* rank 1 than on rank 0"):
+        checkpoint.save(folder / "no", model, group=group, background=True)
+    other = net()
+    checkpoint.load(folder / "saved", other, group=group)
+    group.barrier()
+    assert [path.name for path in folder.iterdir()] == ["saved"]
+
+
+def test_plain_parameters_that_differ_between_ranks_are_not_mixed(ranks, tmp_path):
+    ranks(3, plain_copies, str(tmp_path))
+
+
+def test_layers_that_share_an_array_have_one_in_the_checkpoint(tmp_path):
+    def shared():
+        model = Sequential(Linear(4, 4), Linear(4, 4))
+        model.layers[1].params["weight"] = model.layers[0].params["weight"]
+        return model
+
+    model, other, apart = shared(), shared(), Sequential(Linear(4, 4), Linear(4, 4))
+    model.layers[0].params["weight"][...] = np.arange(16).reshape(4, 4)
+    checkpoint.save(tmp_path / "saved", model)
+    assert checkpoint.Checkpoint(tmp_path / "saved")["1.weight"].tied_to == "0.weight"
+    checkpoint.load(tmp_path / "saved", other)
+    assert np.array_equal(other.layers[1].params["weight"], np.arange(16).reshape(4, 4))
+    apart.layers[0].params["weight"][...] = 5
+    checkpoint.save(tmp_path / "apart", apart)
+    with pytest.raises(libfsdp.InvalidArgument, match="'0.weight' and '1.weight' have values of their own"):
+        checkpoint.load(tmp_path / "apart", other)
+    assert checkpoint.load(tmp_path / "apart", other, strict=False).unexpected == ["1.weight"]
+    assert (other.layers[1].params["weight"] == 5).all()
+
+
+def test_values_under_two_names_are_compared_to_the_last_row(tmp_path):
+    rows = 70_000  # more than are read at a time
+    values = np.arange(rows * 40, dtype="float32").reshape(rows, 40)
+
+    def model():
+        layer = Sequential(Linear(1, 1, bias=False), Linear(1, 1, bias=False))
+        layer.layers[0].params["weight"] = layer.layers[1].params["weight"] = np.zeros((rows, 40), "float32")
+        return layer
+
+    for last, fits in ((0, True), (1, False)):
+        state = StateDict()
+        state.add("0.weight", values.copy())
+        values[-1, -1] += last
+        state.add("1.weight", values)
+        checkpoint.write(tmp_path / "x.safetensors", state, full=True)
+        loaded = checkpoint.load(tmp_path / "x.safetensors", model(), strict=False)
+        assert loaded.unexpected == ([] if fits else ["1.weight"])
+
+
+def test_a_state_goes_along_where_its_parameter_has_another_dtype_now(tmp_path):
+    model = Sequential(Linear(8, 4), Linear(4, 4, dtype="float64"))
+    optimizer = Adam(model.parameters(), 0.1)
+    for parameter in model.parameters():
+        state = {"exp_avg": np.full(parameter.value.shape, 1 / 3, "float32"), "step": 7}
+        optimizer.set_state(parameter.name, state | {"exp_avg_sq": np.ones(parameter.value.shape, "float32")})
+    checkpoint.save(tmp_path / "saved", model, optimizer)
+    other = Sequential(Linear(8, 4, dtype="float64"), Linear(4, 4, dtype="float64"))
+    again = Adam(other.parameters(), 0.1)
+    checkpoint.load(tmp_path / "saved", other, again)
+    assert again.state("0.weight")["exp_avg"].dtype == np.float64 and again.state("0.weight")["step"] == 7
+    assert (again.state("0.weight")["exp_avg"] == np.float32(1 / 3)).all()
+    assert again.state("1.weight")["exp_avg"].dtype == np.float32  # as it was beside the same parameter
 
 
 def test_a_relative_path_is_of_the_folder_where_the_save_began(tmp_path, monkeypatch):

@@ -7,15 +7,16 @@ others load, and others can load ours. "optimizer/exp_avg/layer.weight" is the o
 extra states, where they have such).
 """
 
+import copy
 import math
-from ctypes import c_uint64, string_at
-from dataclasses import dataclass, field
-from hashlib import blake2b
+from dataclasses import dataclass, field, replace
 
-from ..errors import InvalidArgument, Mismatch, NotFound
+from ..borrow import borrow
+from ..dtypes import name_in, name_of
+from ..errors import InvalidArgument, NotFound
 from ..state import Entry, StateDict
-from ..tensor import copy, zeros
 from .adapter import adapter_of
+from .alike import Copies, same_values
 from .files import Checkpoint, write
 
 OPTIMIZER, OF_RANK = "optimizer/", "rank/"
@@ -29,7 +30,10 @@ class Loaded:
     of_rank     {name: uint8 Tensor} of this rank's own bytes; None where the checkpoint has none, and where as many ranks as
                 saved it are not there now: what belonged to a rank then belongs to nobody
     missing     names of the model's that the checkpoint lacks (strict=False)
-    unexpected  names of the checkpoint that the model lacks (strict=False)
+    unexpected  names of the checkpoint that the model lacks; of several that are one tensor in the model and have values of
+                their own, all but the first, which was taken (strict=False)
+    missing_state     parameters of the optimizer that the saved one lacks: their state is as before (strict=False)
+    unexpected_state  parameters of the saved optimizer that this one lacks (strict=False)
     unused      options of the saved optimizer's groups that this optimizer does not have
     checkpoint  the Checkpoint itself, still open
     """
@@ -38,6 +42,8 @@ class Loaded:
     of_rank: dict = None
     missing: list = field(default_factory=list)
     unexpected: list = field(default_factory=list)
+    missing_state: list = field(default_factory=list)
+    unexpected_state: list = field(default_factory=list)
     unused: list = field(default_factory=list)
     checkpoint: Checkpoint = None
 
@@ -48,20 +54,23 @@ def save(path, model, optimizer=None, *, scaler=None, extra=None, of_rank=None, 
     model      a module of torch's or TensorPlay's, or a layer of libfsdp.numpy; sharded or not
     optimizer  one of the same framework, over the model's parameters
     scaler     a grad scaler: anything with state_dict()
-    extra      what JSON can hold: step counters, say. Rank 0's is kept
+    extra      what JSON can hold, and infinities: step counters, a scheduler's state_dict(). Rank 0's is kept
     of_rank    {name: bytes} of this rank's own: the state of its random generator, say. bytes, or arrays
     group      a libfsdp.Group of all ranks that hold the model; None: the model's own, or its framework's default group
     options    of `write`: full, background, sync, max_file_bytes
 
-    Returns a Save with background=True, else None. Raises as `write` does.
+    Parameters that are whole on every rank (of a plain model, of DDP, ignored by fully_shard) and their states are compared
+    between the ranks first; of buffers rank 0's are kept.
+
+    Returns a Save with background=True, else None. Raises as `write` does, and Mismatch for such that differ.
     """
     adapter = adapter_of(model)
     adapter.settle(model)
     group = adapter.group(model) if group is None else group
-    state = StateDict()
-    pieces = _add_model(state, adapter, model, group, saving=True)
+    state, copies = StateDict(), Copies()
+    pieces = _add_model(state, adapter, model, group, copies)
     if optimizer is not None:
-        _add_optimizer(state, adapter, model, optimizer, pieces, group)
+        _add_optimizer(state, adapter, model, optimizer, pieces, group, copies)
     modules = adapter.extra_states(model)
     if modules:
         values = {name: plain(module.get_extra_state(), name) for name, module in modules.items()}
@@ -69,7 +78,7 @@ def save(path, model, optimizer=None, *, scaler=None, extra=None, of_rank=None, 
     if scaler is not None:
         state.set_json("scaler", encode(scaler.state_dict(), "scaler"))
     if extra is not None:
-        state.set_json("extra", extra)
+        state.set_json("extra", encode(extra, "extra", arrays=False))
     if of_rank and options.get("full"):
         raise InvalidArgument("of_rank: whole tensors belong to no rank; save without full=True")
     for name, value in (of_rank or {}).items():
@@ -77,6 +86,7 @@ def save(path, model, optimizer=None, *, scaler=None, extra=None, of_rank=None, 
             raise InvalidArgument(f"of_rank: {name!r} is a text; give its bytes, text.encode()")
         value = bytearray(value) if isinstance(value, bytes) else value
         state.add(OF_RANK + name, value, of_rank=True, read_only=True)
+    copies.check(state, group)
     return write(path, state, group, **options)
 
 
@@ -88,31 +98,21 @@ def load(path, model=None, optimizer=None, *, scaler=None, strict=True, group=No
     progress  progress(bytes done, bytes in all), now and then
 
     An optimizer's state is given to it by the parameters' names, so their order and grouping may differ; parameters that had no
-    state have none afterwards. Returns a Loaded. Raises NotFound, Corrupt, InvalidArgument (names, shapes or dtypes that
-    don't fit: nothing is written then).
+    state have none afterwards. It has the dtype that it was saved with, or where the parameter's is another now, the parameter's.
+    Returns a Loaded. Raises NotFound, Corrupt, InvalidArgument (names, shapes or dtypes that don't fit, names with values of their
+    own that are one tensor in the model); model, optimizer and scaler are as they were then, but after damage that shows
+    while values are read.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
-    loaded = Loaded(extra=checkpoint.json.get("extra"), checkpoint=checkpoint)
-    state, restore = StateDict(), []
+    loaded = Loaded(extra=decode(checkpoint.json.get("extra")), checkpoint=checkpoint)
+    state, restore, pieces, at_once = StateDict(), [], {}, []
     rank, size = 0, 1
     if model is not None:
         adapter = adapter_of(model)
         adapter.settle(model)
         group = adapter.group(model) if group is None else group
-        pieces = _add_model(state, adapter, model, group)
-        there = [name for name in checkpoint if not name.startswith((OPTIMIZER, OF_RANK))]
-        modules, values = adapter.extra_states(model), checkpoint.json.get("modules", {})
-        found = {piece.tied_to or name for name, piece in pieces.items() if name in checkpoint}  # by any of its names
-        loaded.missing = [name for name, piece in pieces.items() if (piece.tied_to or name) not in found]
-        loaded.missing += [name for name in modules if name not in values]
-        loaded.unexpected = [name for name in there if name not in pieces]
-        loaded.unexpected += [name for name in values if name not in modules]
-        extra = [(module, decode(values[name])) for name, module in modules.items() if name in values]
-        if strict and (loaded.missing or loaded.unexpected):
-            raise InvalidArgument(
-                f"{checkpoint.path}: {_names('lacks', loaded.missing)}{_names('has also', loaded.unexpected)}"
-                "the model's names must be the checkpoint's, unless strict=False"
-            )
+        pieces = _add_model(state, adapter, model, group, there=checkpoint)
+        at_once = _plan_model(adapter, model, pieces, checkpoint, loaded, strict)
     if group is not None:
         rank, size = group.rank, group.size
     if optimizer is not None:
@@ -122,21 +122,73 @@ def load(path, model=None, optimizer=None, *, scaler=None, strict=True, group=No
         if saved is None:
             raise NotFound(f"{checkpoint.path}: has no optimizer's state; leave `optimizer` out")
         restore = _plan_optimizer(state, adapter, model, optimizer, pieces, checkpoint, saved, loaded, strict)
-    if scaler is not None and "scaler" not in checkpoint.json:
-        raise NotFound(f"{checkpoint.path}: has no grad scaler's state; leave `scaler` out")
-    checkpoint.load(state, partial=True, progress=progress)
-    if model is not None:
-        adapter.loaded(model)
-        for module, value in extra:
-            module.set_extra_state(value)
-    for step in restore:
-        step()
     if scaler is not None:
-        scaler.load_state_dict(decode(checkpoint.json["scaler"]))
+        if "scaler" not in checkpoint.json:
+            raise NotFound(f"{checkpoint.path}: has no grad scaler's state; leave `scaler` out")
+        at_once.append((scaler.state_dict, scaler.load_state_dict, decode(checkpoint.json["scaler"])))
     if checkpoint.of_ranks and checkpoint.info.ranks == size:
         own = [entry for entry in checkpoint.of_ranks if entry.rank == rank]
         loaded.of_rank = {entry.name[len(OF_RANK) :]: checkpoint.read(entry.name, rank=rank) for entry in own}
+    _set_and_load(at_once, lambda: checkpoint.load(state, partial=True, progress=progress))
+    for step in restore:
+        step()
+    if model is not None:
+        adapter.written([piece.array for name, piece in pieces.items() if name in checkpoint])
     return loaded
+
+
+def _set_and_load(at_once, load):
+    """Set values that others keep ([(get, set, value), ...]), who may refuse them, and load the tensors; when any of it
+    fails, those that were set are what they were."""
+    undo = []
+    try:
+        for get, put, value in at_once:
+            before = copy.deepcopy(get())
+            undo.append(lambda put=put, before=before: put(before))
+            put(value)
+        load()
+    except BaseException:
+        for step in reversed(undo):
+            step()
+        raise
+
+
+def _plan_model(adapter, model, pieces, checkpoint, loaded, strict):
+    """Compare names, and give the modules' extra states: [(get, set, value), ...]."""
+    modules, values = adapter.extra_states(model), checkpoint.json.get("modules", {})
+    there = [name for name in checkpoint if not name.startswith((OPTIMIZER, OF_RANK))]
+    found = {}  # {name of a tensor: its names that are there}
+    for name, piece in pieces.items():
+        if name in checkpoint:
+            found.setdefault(piece.tied_to or name, []).append(name)
+    loaded.missing = [name for name, piece in pieces.items() if (piece.tied_to or name) not in found]
+    loaded.missing += [name for name in modules if name not in values]
+    loaded.unexpected = [name for name in there if name not in pieces]
+    loaded.unexpected += [name for name in values if name not in modules]
+    if strict and (loaded.missing or loaded.unexpected):
+        raise InvalidArgument(
+            f"{checkpoint.path}: {_names('lacks', loaded.missing)}{_names('has also', loaded.unexpected)}"
+            "the model's names must be the checkpoint's, unless strict=False"
+        )
+    for first, *others in found.values():
+        untied = [name for name in others if not _one_tensor(checkpoint, first, name)]
+        if untied and strict:
+            raise InvalidArgument(
+                f"{checkpoint.path}: {first!r} and {untied[0]!r} have values of their own, and are one tensor in the model: "
+                f"untie them there, or give strict=False to take those of {first!r}"
+            )
+        loaded.unexpected += untied
+    return [
+        (module.get_extra_state, module.set_extra_state, decode(values[name]))
+        for name, module in modules.items()
+        if name in values
+    ]
+
+
+def _one_tensor(checkpoint, one, other):
+    """Whether two names of a checkpoint mean the same: tied there, or by their values."""
+    tied = [checkpoint[name].tied_to or name for name in (one, other)]
+    return tied[0] == tied[1] or same_values(checkpoint, *tied)
 
 
 def _names(what, names):
@@ -146,88 +198,107 @@ def _names(what, names):
     return f"{what} {', '.join(map(repr, names[:3]))}{more}; "
 
 
-def _add_model(state, adapter, model, group, saving=False):
-    """Add a model's tensors; {name: Piece} of them. saving: where one copy is kept, others add an empty part."""
-    pieces = {}
+def _add_model(state, adapter, model, group, copies=None, there=()):
+    """Add a model's tensors; {name: Piece} of them.
+
+    copies  when saving: where one copy is kept, others add an empty part
+    there   when loading: the names that will be read. What else there is stays read-only: frameworks notice what may be
+            written, and a backward that needs its values would be refused
+    """
+    pieces, memory = {}, {}
     for piece in adapter.pieces(model, group):
+        if piece.tied_to is None:
+            first = memory.setdefault(_memory(piece), piece.name)
+            piece = piece if first == piece.name else replace(piece, tied_to=first)
         pieces[piece.name] = piece
+    written = {piece.tied_to or name for name, piece in pieces.items() if name in there}
+    for piece in pieces.values():
         if piece.tied_to is not None:
             state.tie(piece.name, piece.tied_to)
-        elif saving and piece.from_copy0 and piece.copies > 1 and piece.shape:
+        elif copies is not None and piece.from_copy0 and piece.copies > 1 and piece.shape:
             part = piece.array[:0] if piece.copy else piece.array
-            state.add(piece.name, part, shape=piece.shape, offset=piece.offset, dtype=piece.dtype)
+            state.add(piece.name, part, shape=piece.shape, offset=piece.offset, dtype=piece.dtype, read_only=True)
         else:
-            _add_piece(state, piece.name, piece, piece.array, piece.dtype)
+            what = f"model: the parameter {piece.name!r}"
+            _add_piece(state, piece.name, piece, piece.array, piece.dtype, piece.name not in written, copies, what)
     return pieces
 
 
-def _add_piece(state, name, piece, array, dtype=None):
-    state.add(
-        name, array, shape=piece.shape, offset=piece.offset, dtype=dtype, copies=piece.copies, copy=piece.copy
-    )
+def _memory(piece):
+    """What tells whether two pieces are the same memory, as two modules' parameters on one storage are; another for each piece
+    that is a part, or empty: those are told apart by their names, as other ranks do."""
+    tensor = borrow(piece.array, piece.name)
+    shape = tuple(tensor.shape[: tensor.ndim])
+    if shape != tuple(piece.shape) or not math.prod(shape):
+        return piece.name
+    strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else None
+    return tensor.data + tensor.byte_offset, shape, strides, name_in(tensor), piece.dtype
 
 
-def _add_optimizer(state, adapter, model, optimizer, pieces, group):
+def _add_piece(state, name, piece, array, dtype=None, read_only=False, copies=None, what=None):
+    """copies, what: when saving, and for messages."""
+    where = dict(shape=piece.shape, offset=piece.offset, copies=piece.copies, copy=piece.copy)
+    state.add(name, array, dtype=dtype, read_only=read_only, **where)
+    if copies is not None and piece.copies > 1 and not (piece.kept_alike or piece.from_copy0):
+        copies.add(
+            name,
+            piece.offset,
+            f"{what.replace('{', '{{').replace('}', '}}')} is not sharded, and has other values on rank {{1}} than on rank {{0}}; "
+            "a checkpoint keeps one: give all ranks the same (broadcast it), let fully_shard have it, or, where each rank's "
+            "is its own (an expert, say), add it to a libfsdp.StateDict with of_rank=True for libfsdp.checkpoint.write",
+        )
+
+
+def _add_optimizer(state, adapter, model, optimizer, pieces, group, copies):
     """Add an optimizer's state: tensors shaped like their parameter's part lie as that does; others are whole, the same on all
     ranks; numbers are JSON."""
-    groups, numbers, whole = [], {}, []
+    groups, numbers = [], {}
     ranks, rank = (1, 0) if group is None else (group.size, group.rank)
     for options, parameters in adapter.groups(model, optimizer):
         groups.append({"params": list(parameters), **encode(options, "optimizer")})
         for name, parameter in parameters.items():
-            piece = pieces[name] if pieces[name].tied_to is None else pieces[pieces[name].tied_to]
+            piece = _first(pieces, name)
             for key, value in adapter.state(optimizer, parameter).items():
+                what = f"optimizer: the state {key!r} of {name!r}"
                 if not isinstance(key, str) or "/" in key:
-                    raise InvalidArgument(f"optimizer: the state {key!r} of {name!r}: its name is to be a text without '/'")
+                    raise InvalidArgument(f"{what}: its name is to be a text without '/'")
                 number, dtype = adapter.number(value)
                 if number is not None:
                     number = encode(number, key)
                     numbers.setdefault(name, {})[key] = {"value": number, "dtype": dtype} if dtype else number
                 elif value is None or isinstance(value, (str, list)):
-                    numbers.setdefault(name, {})[key] = plain(value, f"optimizer: the state {key!r} of {name!r}")
+                    numbers.setdefault(name, {})[key] = plain(value, what)
                 elif not hasattr(value, "shape"):
                     raise InvalidArgument(
-                        f"optimizer: the state {key!r} of {name!r} is a {type(value).__name__}: tensors, numbers, texts and "
-                        "lists of numbers and texts can be kept in a checkpoint"
+                        f"{what} is a {type(value).__name__}: tensors, numbers, texts and lists of numbers and texts can be "
+                        "kept in a checkpoint"
                     )
                 elif adapter.shape(value) == adapter.shape(piece.array):
-                    _add_piece(state, f"{OPTIMIZER}{key}/{name}", piece, value)
+                    _add_piece(state, f"{OPTIMIZER}{key}/{name}", piece, value, None, True, copies, what)
                 else:
-                    whole.append(f"{OPTIMIZER}{key}/{name}")
-                    state.add(whole[-1], value, copies=ranks, copy=rank)
-    if whole and ranks > 1:
-        _check_alike(state, whole, group)
+                    state.add(f"{OPTIMIZER}{key}/{name}", value, copies=ranks, copy=rank, read_only=True)
+                    copies.add(
+                        f"{OPTIMIZER}{key}/{name}",
+                        (),
+                        f"{what.replace('{', '{{').replace('}', '}}')} is shaped unlike the parameter's shard, and another on each "
+                        "rank: it can't be told how its parts make up a whole; save without `optimizer`, or keep it in `of_rank`",
+                    )
     kind = type(optimizer).__name__
     state.set_json("optimizer", {"type": kind, "groups": groups, "numbers": numbers})
 
 
-def _check_alike(state, names, group):
-    """What a checkpoint has once, of several ranks, must be the same on all: a state that is neither like its parameter's
-    part nor so may be a part of something, and nothing tells of what. Collective. Raises Mismatch."""
-    mine, all_of_them = zeros((len(names),), "uint64"), zeros((group.size, len(names)), "uint64")
-    sums = (c_uint64 * len(names)).from_address(mine.data_ptr)
-    for index, name in enumerate(names):
-        part = state[name]
-        flat = zeros(part.shape, part.dtype)
-        copy(part, flat)
-        text = string_at(flat.data_ptr, flat.nbytes) if flat.nbytes else b""
-        sums[index] = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
-    group.all_gather(mine, all_of_them)
-    found = (c_uint64 * (group.size * len(names))).from_address(all_of_them.data_ptr)
-    for index, name in enumerate(names):
-        if any(found[rank * len(names) + index] != found[index] for rank in range(group.size)):
-            key, _, param = name[len(OPTIMIZER) :].partition("/")
-            raise Mismatch(
-                f"optimizer: the state {key!r} of {param!r} is shaped unlike the parameter's shard, and another on each rank: "
-                "it can't be told how its parts make up a whole; save without `optimizer`, or keep it in `of_rank`"
-            )
+def _first(pieces, name):
+    """The Piece that has the values of a name."""
+    return pieces[pieces[name].tied_to or name]
 
 
 def _plan_optimizer(state, adapter, model, optimizer, pieces, checkpoint, saved, loaded, strict):
     """Add arrays for an optimizer's state to `state`, and give what is to be called once they have been read."""
-    options_of, states = {}, {}
+    options_of, states, of_nobody = {}, {}, []
     for entry in saved["groups"]:
         options = {key: value for key, value in entry.items() if key not in ("params", "param_names")}
+        if not entry["params"]:
+            of_nobody.append(options)
         for name in entry["params"]:
             options_of[name], states[name] = options, {}
     for name, values in saved["numbers"].items():
@@ -245,17 +316,21 @@ def _plan_optimizer(state, adapter, model, optimizer, pieces, checkpoint, saved,
             f"{checkpoint.path}: has the state of a {saved['type']}, and optimizer is a {kinds[0]}: give one of the same kind, or "
             "strict=False if it can use what the other has kept"
         )
-    steps, known = [], set()
-    for index, (present, parameters) in enumerate(adapter.groups(model, optimizer)):
-        names = list(parameters)
-        known.update(names)
-        lost = [name for name in names if name not in options_of]
-        if lost and strict:
-            raise InvalidArgument(
-                f"{checkpoint.path}: the saved optimizer has not the parameters that this one has: "
-                f"{_names('it lacks', lost)}give strict=False to go on without their state"
-            )
-        found = [options_of[name] for name in names if name in options_of]
+    groups = adapter.groups(model, optimizer)
+    saved_as = _saved_names(pieces, [name for _, parameters in groups for name in parameters], states)
+    loaded.unexpected_state = [name for name in states if name not in saved_as.values()]
+    loaded.missing_state = [name for _, parameters in groups for name in parameters if name not in saved_as]
+    if strict and (loaded.missing_state or loaded.unexpected_state):
+        raise InvalidArgument(
+            f"{checkpoint.path}: the saved optimizer has not the parameters that this one has: it "
+            f"{_names('lacks', loaded.missing_state)}{_names('has also', loaded.unexpected_state)}give strict=False to go on "
+            "without their state"
+        )
+    steps = []
+    for index, (present, parameters) in enumerate(groups):
+        found = [options_of[saved_as[name]] for name in parameters if saved_as.get(name) in options_of]
+        if not parameters and of_nobody:  # the first such group has the first such one's, and so on
+            found = [of_nobody.pop(0)]
         if any(options != found[0] for options in found[1:]):
             raise InvalidArgument(
                 f"{checkpoint.path}: parameters of the optimizer's group {index} were in groups of different options "
@@ -267,15 +342,23 @@ def _plan_optimizer(state, adapter, model, optimizer, pieces, checkpoint, saved,
             taken = {key: value for key, value in options.items() if key in present}
             steps.append(lambda index=index, taken=taken: adapter.set_options(optimizer, index, taken))
         for name, parameter in parameters.items():
-            if name in states:
-                values = _arrays_for(state, adapter, pieces, name, states[name])
+            if name in saved_as:
+                kept = checkpoint.get(saved_as[name])
+                values = _arrays_for(state, adapter, _first(pieces, name), kept, states[saved_as[name]])
                 steps.append(lambda p=parameter, values=values: adapter.set_state(optimizer, p, values))
-    surplus = [name for name in states if name not in known]
-    if surplus and strict:
-        raise InvalidArgument(
-            f"{checkpoint.path}: {_names('the saved optimizer has also', surplus)}give strict=False to leave it out"
-        )
     return steps
+
+
+def _saved_names(pieces, names, saved):
+    """{name of an optimizer's parameter: the name that it was saved under}: the same, or another that is tied to it."""
+    found = {name: name for name in names if name in saved}
+    for name in saved:
+        if name in pieces and name not in found:
+            for own in names:
+                if own not in found and _first(pieces, own) is _first(pieces, name):
+                    found[own] = name
+                    break
+    return found
 
 
 def _alike(saved, kinds):
@@ -283,63 +366,76 @@ def _alike(saved, kinds):
     return saved in kinds or {saved, kinds[0]} <= {"Adam", "AdamW"}
 
 
-def _arrays_for(state, adapter, pieces, name, values):
-    """{key: array or number} of a parameter's state, the arrays added to `state` to be read into."""
-    piece = pieces[name] if pieces[name].tied_to is None else pieces[pieces[name].tied_to]
-    found = {}
+def _arrays_for(state, adapter, piece, kept, values):
+    """{key: array or number} of a parameter's state, the arrays added to `state` to be read into. kept: the Entry of the
+    parameter itself, or None."""
+    now, found = name_of(piece.array.dtype), {}
     for key, value in values.items():
         if not isinstance(value, Entry):
             found[key] = value
             continue
+        # As saved, be it of another dtype than the parameter: the optimizer has seen to that. With a parameter that has
+        # another dtype than then a state goes along, as in the frameworks' own load_state_dict.
+        moved = kept is not None and kept.dtype != now and key != "step"
+        dtype = now if moved and _is_float(now) and _is_float(value.dtype) else value.dtype
         if tuple(value.shape) == tuple(piece.shape):
-            found[key] = adapter.fresh(piece.array, adapter.shape(piece.array), value.dtype)
-            _add_piece(state, f"{OPTIMIZER}{key}/{name}", piece, found[key], value.dtype)
+            found[key] = adapter.fresh(piece.array, adapter.shape(piece.array), dtype)
+            _add_piece(state, value.name, piece, found[key])
         else:
-            found[key] = adapter.fresh(piece.array, tuple(value.shape), value.dtype)
-            state.add(f"{OPTIMIZER}{key}/{name}", found[key])
+            found[key] = adapter.fresh(piece.array, tuple(value.shape), dtype)
+            state.add(value.name, found[key])
     return found
 
 
-# JSON has no tuples' difference from lists that matters here, and no infinities: those travel under a name.
+def _is_float(dtype):
+    return "float" in dtype
 
 
-def encode(value, name):
-    """A value of options or states as JSON can hold it. Raises InvalidArgument for what it can't."""
+# ---- Values that are no tensors, as JSON can hold them: it has no tuples, whose difference from lists matters in some places
+# only, and no infinities, which travel under a name.
+
+_BEYOND = ("inf", "-inf", "nan")
+
+
+def encode(value, name, arrays=True, tuples=True):
+    """A value as JSON can hold it. arrays: those of one element (a learning rate) may become numbers; tuples: they may become
+    lists. Raises InvalidArgument for what it can't hold, with its place."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else {"float": repr(value)}
-    if isinstance(value, (list, tuple)):
-        return [encode(item, name) for item in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value) and value.keys() != {"float"}:
-        return {key: encode(item, f"{name}.{key}") for key, item in value.items()}
-    if hasattr(value, "item") and getattr(value, "size", None) != 0:  # a tensor or array of one element: a learning rate
+        return value if math.isfinite(value) else {"float": repr(float(value))}
+    if isinstance(value, list) or tuples and isinstance(value, tuple):
+        return [encode(item, f"{name}[{index}]", arrays, tuples) for index, item in enumerate(value)]
+    if isinstance(value, dict) and not _is_beyond(value):
+        for key in value:
+            if not isinstance(key, str):
+                raise InvalidArgument(
+                    f"{name}: can't be kept in a checkpoint: the key {key!r} would come back as a text; make it one, or give a "
+                    "list of [key, value] pairs"
+                )
+        return {key: encode(item, f"{name}.{key}", arrays, tuples) for key, item in value.items()}
+    if arrays and hasattr(value, "item") and getattr(value, "size", None) != 0:
         try:
             return encode(value.item(), name)
         except (ValueError, RuntimeError):
             pass
-    raise InvalidArgument(f"{name}: a {type(value).__name__} can't be kept in a checkpoint; numbers, texts and lists can")
+    lists = "lists, tuples" if tuples else "lists"
+    raise InvalidArgument(
+        f"{name}: a {type(value).__name__} can't be kept in a checkpoint; numbers, texts, {lists} and dicts of such can"
+    )
 
 
 def plain(value, name):
     """encode, of what is the same when it comes back: no tuples, and no tensors of one element."""
-
-    def check(item):
-        if isinstance(item, list):
-            return all(map(check, item))
-        if isinstance(item, dict):
-            return all(map(check, item.values()))
-        return item is None or isinstance(item, (bool, int, float, str))
-
-    if not check(value):
-        raise InvalidArgument(f"{name}: can't be kept in a checkpoint; numbers, texts, lists and dicts of such can")
-    return encode(value, name)
+    return encode(value, name, arrays=False, tuples=False)
 
 
 def decode(value):
     """The reverse of encode."""
     if isinstance(value, dict):
-        if value.keys() == {"float"}:
-            return float(value["float"])
-        return {key: decode(item) for key, item in value.items()}
+        return float(value["float"]) if _is_beyond(value) else {key: decode(item) for key, item in value.items()}
     return [decode(item) for item in value] if isinstance(value, list) else value
+
+
+def _is_beyond(value):
+    return value.keys() == {"float"} and isinstance(value["float"], str) and value["float"] in _BEYOND
