@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 
+import numpy
 import pytest
 from conftest import environment
 
@@ -125,15 +126,27 @@ def write_dcp_flat(path):
     dcp.save({"model": model, "optimizer": optimizer, "epoch": 3}, checkpoint_id=path)
 
 
-WRITERS = [write_numbered, write_numbered_with_names, write_named, write_old, write_wrapped, write_dcp, write_dcp_flat]
+def write_dcp_of_an_app(path):
+    """As in torch's tutorial, and with a number that is a tensor."""
+    model, optimizer = get_state_dict(*trained())
+    dcp.save({"app": {"model": model, "optim": optimizer}, "epoch": torch.tensor(3)}, checkpoint_id=path)
 
 
-@pytest.mark.parametrize("write", WRITERS)
+def write_lightning(path):
+    model, optimizer = trained()
+    values = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()], "epoch": 3}
+    torch.save(values | {"global_step": 3, "lr_schedulers": []}, path)
+
+
+FILES = [write_numbered, write_numbered_with_names, write_named, write_old, write_wrapped, write_lightning]
+FOLDERS = [write_dcp, write_dcp_flat, write_dcp_of_an_app]
+
+
+@pytest.mark.parametrize("write", FILES + FOLDERS)
 def test_training_of_torchs_goes_on_from_ours(convert, write):
-    write("theirs")
-    if write is not write_dcp and write is not write_dcp_flat:
-        os.rename("theirs", "theirs.pt")
-    convert("theirs.pt" if os.path.exists("theirs.pt") else "theirs", "ours", "--to", "sharded", "--ranks", "3")
+    theirs = "theirs.pt" if write in FILES else "theirs"
+    write(theirs)
+    assert convert(theirs, "ours", "--to", "sharded", "--ranks", "3") == ""
     model = Net(seed=5)
     optimizer = optimizer_of(model)
     loaded = checkpoint.load("ours", model, optimizer, strict=write is not write_numbered_with_names)
@@ -513,6 +526,21 @@ def test_a_model_spread_over_files(convert):
     with checkpoint.Checkpoint("whole.safetensors") as opened:
         assert torch.equal(torch.from_dlpack(opened.read("a")), torch.arange(3.0))
         assert torch.equal(torch.from_dlpack(opened.read("b")), torch.arange(5))
+
+
+def test_what_is_no_state_dict(run):
+    linear = nn.Linear(2, 3)
+    torch.save(torch.ones(3), "tensor.pt")
+    torch.save(linear, "module.pt")
+    torch.jit.trace(linear, torch.ones(1, 2)).save("program.pt")
+    numpy.savez("arrays.npz", x=numpy.ones(3))
+    for path, reason in (
+        ("tensor.pt", "holds a float32 tensor of shape [3], not a state dict"),
+        ("module.pt", "holds a Linear, not a state dict; save its state_dict()"),
+        ("program.pt", "is a program of TorchScript's; torch.save its state_dict(), and convert that"),
+        ("arrays.npz", "is no checkpoint, but another kind of zip file (it has no data.pkl)"),
+    ):
+        assert run("list", path, "--trust") == (2, "", f"libfsdp.checkpoint: {path}: {reason}\n")
 
 
 # ---- What could do harm ----------------------------------------------------------------------------------------------

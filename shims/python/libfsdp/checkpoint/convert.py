@@ -41,7 +41,7 @@ def target_of(dst, to):
         "tensorplay": ending in (".safetensors", ".bin", ".ckpt"),
     }[to]
     if wrong:
-        raise InvalidArgument(f"{dst}: with --to {to} it is {TARGETS[to]}")
+        raise InvalidArgument(f"{dst}: ends like another kind; --to {to} makes {TARGETS[to]}")
     return to
 
 

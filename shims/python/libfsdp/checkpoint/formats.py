@@ -9,6 +9,7 @@ import fnmatch
 import math
 import os
 import re
+import zipfile
 from dataclasses import dataclass, field, replace
 
 from ..borrow import _describe, borrow
@@ -142,6 +143,7 @@ def kind_of(path):
     with open(path, "rb") as file:
         head = file.read(16)
     if head.startswith((b"PK\x03\x04", b"\x80")):
+        _check_zip(path)
         return "pickle"
     if head.startswith(b"MEGA"):
         return "mega"
@@ -152,6 +154,19 @@ def kind_of(path):
     raise NotFound(
         f"{path}: is no checkpoint: neither a .safetensors file nor one of torch.save's or tensorplay.save's"
     )
+
+
+def _check_zip(path):
+    """Refuse zip files that are none of torch.save's: NumPy's .npz, TorchScript. What is cut short is torch's to tell."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = {name.rpartition("/")[2] for name in archive.namelist()}
+    except (zipfile.BadZipFile, OSError):
+        return
+    if "data.pkl" not in names:
+        raise NotFound(f"{path}: is no checkpoint, but another kind of zip file (it has no data.pkl)")
+    if "constants.pkl" in names:
+        raise Unsupported(f"{path}: is a program of TorchScript's; torch.save its state_dict(), and convert that")
 
 
 def _kind_of_folder(path):

@@ -36,9 +36,9 @@ def content_of(value, path, kind, ties={}):
     InvalidArgument for what has no tensors."""
     content = Content(path, kind)
     if not isinstance(value, dict):
-        raise InvalidArgument(f"{path}: holds a {type(value).__name__}, not a state dict")
-    value = {str(key): item for key, item in value.items()}
-    model, optimizer, rest = _parts_of(value)
+        hint = "; save its state_dict()" if hasattr(value, "state_dict") else ""
+        raise InvalidArgument(f"{path}: holds {_kind(value)}, not a state dict{hint}")
+    model, optimizer, rest = _parts_of({str(key): item for key, item in value.items()})
     _add_model(content, model, ties)
     if optimizer is not None:
         _add_optimizer(content, _unflat(content, optimizer))
@@ -46,8 +46,8 @@ def content_of(value, path, kind, ties={}):
         try:
             if key in _RESERVED:
                 raise InvalidArgument(f"{key}: a checkpoint of libfsdp's has something else under this name")
-            content.json[key] = encode(item, key)
-        except InvalidArgument as error:
+            content.json[key] = encode(_numbers(item), key)
+        except FsdpError as error:
             reason = error.message.partition(": ")[2] if key in _RESERVED else f"{_kind(item)}, which JSON can't hold"
             content.left_out.append(f"{key!r}: {reason}")
     if not content.items and not content.json:
@@ -66,9 +66,15 @@ def _parts_of(value):
     """(model, optimizer or None, what is beside them) of a top level."""
     if isinstance(value.get("param_groups"), list) and isinstance(value.get("state"), dict):
         return {}, value, {}
-    optim = next((key for key in OPTIM_KEYS if isinstance(value.get(key), dict)), None)
-    model = next((key for key in MODEL_KEYS if isinstance(value.get(key), dict)), None)
+    of_many = value.get("optimizer_states")  # Lightning's
+    if isinstance(of_many, list) and len(of_many) == 1 and isinstance(of_many[0], dict):
+        value = {key: item for key, item in value.items() if key != "optimizer_states"} | {OPTIM: of_many[0]}
+    model, optim = _keys_of(value)
     if model is None and optim is None:
+        inner = [key for key, item in value.items() if isinstance(item, dict) and None not in _keys_of(item)]
+        if len(inner) == 1:  # as torch's tutorial has them: {"app": {"model": ..., "optim": ...}}
+            others = {key: item for key, item in value.items() if key not in inner}
+            return _parts_of(others | value[inner[0]])
         for key in OPTIM_KEYS:  # flat keys, as for a flat state dict of torch.distributed.checkpoint's
             if any(name.startswith((f"{key}.state.", f"{key}.param_groups.")) for name in value):
                 split = _by_prefix(value, (MODEL, key))
@@ -79,6 +85,21 @@ def _parts_of(value):
         return value[model], value.get(optim), rest
     tensors = {key: item for key, item in rest.items() if isinstance(item, (Item, dict))}
     return tensors, value[optim], {key: item for key, item in rest.items() if key not in tensors}
+
+
+def _keys_of(value):
+    """Under which keys a dict has a model's and an optimizer's; None: it has none."""
+    optim = next((key for key in OPTIM_KEYS if isinstance(value.get(key), dict)), None)
+    return next((key for key in MODEL_KEYS if isinstance(value.get(key), dict)), None), optim
+
+
+def _numbers(value):
+    """A value with numbers for its tensors without dimensions."""
+    if isinstance(value, Item):
+        return number(value) if value.shape == () else value
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items()}
+    return [_numbers(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _by_prefix(value, prefixes):
