@@ -156,36 +156,6 @@ static fsdp_status parts_at_home(fsdp_state_dict *from, fsdp_state_dict **out)
     return err_restore(&failure);
 }
 
-/* From rank 0's whole tensors; source is looked at there alone. */
-static fsdp_status load_from_rank0(fsdp_model *model, const fsdp_state_dict *into, const struct source *source,
-                                   const fsdp_load_options *options, fsdp_status status)
-{
-    struct state_plan plan = {0};
-    struct state_layout *layout = NULL;
-    int root = model->group->rank == 0;
-    if (status == FSDP_OK && root) status = state_plan_make(source, into, options, 1, &plan);
-    status = state_layout_make(into, model->group, FSDP_OP_LOAD_STATE, 0, (uint64_t)options->partial, status, &layout);
-    if (status == FSDP_OK) {
-        int64_t done = 0;
-        fsdp_status mine = root ? state_progress(options, 0, plan.bytes) : FSDP_OK;
-        for (int64_t i = 0; i < into->n_entries && status == FSDP_OK; i++) {
-            const struct state_entry *entry = into->entries[i];
-            int32_t moved;
-            if (entry->tied_to >= 0) continue;
-            status = state_scatter_entry(layout, i, mine, source, root ? plan.from[i] : -1, &moved);
-            if (status != FSDP_OK || !root || !moved || !box_count(&entry->whole)) continue;
-            done += box_count(&entry->whole) * (int64_t)dtype_size(entry->type);
-            mine = state_progress(options, done, plan.bytes);
-        }
-        if (status == FSDP_OK) status = state_layout_tell(layout, mine);
-    }
-    fsdp_error_info failure;
-    err_save(&failure);
-    state_layout_free(layout);
-    state_plan_free(&plan);
-    return status == FSDP_OK ? FSDP_OK : err_restore(&failure);
-}
-
 static fsdp_status units_loadable(const struct units *units)
 {
     for (int32_t i = 0; i < units->n; i++) TRY(unit_loadable(units->at[i], units->at[i]->entries[0].name));
@@ -211,7 +181,7 @@ fsdp_status model_load_state_dict(fsdp_model *model, fsdp_state_dict *from, cons
     if (status == FSDP_OK && from) state_dict_source(parts, &source);
     source.n_json = 0; /* a model has none */
     if (options->from_rank0)
-        status = load_from_rank0(model, into, &source, options, status);
+        status = state_load_from_rank0(&source, into, model->group, options, status);
     else if (status == FSDP_OK)
         status = state_load(&source, into, options);
     err_save(&failure);

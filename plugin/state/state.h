@@ -1,13 +1,14 @@
 /* State dicts and checkpoints: what the rest of the library sees of them, and their own files share.
  *
  *   dict.c             the container                  model_state.c  a model's parameters as a dict
- *   load.c             names and parts, compared      gather.c       parts to whole tensors
- *   overlap.c          and their memory               safetensors.c  the header of one file, checked
- *   box.c              parts of tensors               text.c         JSON in and out
+ *   load.c             names and parts, compared      layout.c       what the ranks have of each tensor
+ *   overlap.c          and their memory               gather.c       parts to whole tensors; scatter.c: and back
+ *   box.c              parts of tensors               safetensors.c  the header of one file, checked
+ *   block_sum*.c       checksums                      text.c         JSON in and out
  *   manifest.c         what says which files make     save.c         writing a checkpoint, by all ranks: save_plan.c
  *                      up a checkpoint                               says what, save_folder.c where, save_file.c writes
  *   checkpoint_open.c  headers brought together                      one file, save_step.c keeps ranks together
- *   checkpoint.c       one that is open, read         block_sum*.c   checksums
+ *   checkpoint.c       one that is open, read
  *
  * Ownership: a dict has the managed tensors that it was given, and hands out handles that keep them. A checkpoint has
  * its folder and files open. A save holds what it writes: the dict, or copies of its parts, and a group.
@@ -119,7 +120,7 @@ fsdp_status state_progress(const fsdp_load_options *options, int64_t done, int64
 fsdp_status state_load(const struct source *from, fsdp_state_dict *into, const fsdp_load_options *options);
 void state_dict_source(const fsdp_state_dict *dict, struct source *out);
 
-/* ---- gather.c */
+/* ---- layout.c, gather.c, scatter.c */
 
 /* All ranks' parts of all entries. Making one is collective: the ranks compare names, dtypes, shapes and ties (MISMATCH
  * names the first entry that differs), tell each other their parts, and check that they make up each tensor, each
@@ -127,7 +128,7 @@ void state_dict_source(const fsdp_state_dict *dict, struct source *out);
  *
  * status: how this rank fared so far, with its error record: a failure of one rank is everyone's, so it makes this call
  * all the same (dict may be NULL then). options: a hash of what else must be the same on all ranks. root: who will have
- * whole tensors, in state_gather_entry or state_scatter_entry. dict and group are borrowed. */
+ * whole tensors: in state_gather_entry all ranks get it, or this one. dict and group are borrowed. */
 struct state_layout;
 enum { STATE_ROOT_ALL = -1, STATE_ROOT_NONE = -2 };
 fsdp_status state_layout_make(const fsdp_state_dict *dict, fsdp_group *group, fsdp_op_kind kind, int32_t root,
@@ -138,15 +139,14 @@ void state_layout_free(struct state_layout *layout);
  * moved, and none of these calls may follow. */
 fsdp_status state_gather_entry(struct state_layout *layout, int64_t index, fsdp_status status,
                                const struct tensor *out);
-/* The reverse: root's source to all ranks' parts, which are contiguous and of the dtype in files. from -1: root has
- * nothing for this entry. `source` and `from` are looked at on root only; *moved on all. */
-fsdp_status state_scatter_entry(struct state_layout *layout, int64_t index, fsdp_status status,
-                                const struct source *source, int64_t from, int32_t *moved);
 /* Every rank says how it fared; the first failure is everyone's. Collective. */
 fsdp_status state_layout_tell(struct state_layout *layout, fsdp_status status);
 /* See fsdp_state_dict_gather; status as above. */
 fsdp_status state_gather(const fsdp_state_dict *dict, fsdp_group *group, const fsdp_state_dict_options *options,
                          fsdp_status status, fsdp_state_dict **out);
+/* Into all ranks' parts from rank 0's source, which is looked at there alone; status as above. */
+fsdp_status state_load_from_rank0(const struct source *source, const fsdp_state_dict *into, fsdp_group *group,
+                                  const fsdp_load_options *options, fsdp_status status);
 /* Add with a prefix before its name and that of what it is tied to. Takes `tensor` in any case. */
 fsdp_status state_add_prefixed(fsdp_state_dict *dict, const char *prefix, const fsdp_entry *entry,
                                DLManagedTensorVersioned *tensor);
