@@ -229,6 +229,26 @@ def test_a_state_goes_along_where_its_parameter_has_another_dtype_now(hosted, tm
     hosted(2, dtypes, str(tmp_path))
 
 
+def unlike(job, folder):
+    model = fully_shard(nn.Linear(4, 4))
+    mesh = model.weight.device_mesh
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for values, placement in ((torch.zeros(6), Shard(0)), (torch.zeros(4, 4), Shard(1)), (torch.zeros(4, 1), Shard(0))):
+        optimizer.state[model.weight]["factor"] = distribute_tensor(values, mesh, [placement])
+        with pytest.raises(InvalidArgument, match="the state 'factor' .* unlike the parameter"):
+            checkpoint.save(folder, model, optimizer)
+    for values, placement in ((torch.arange(6.0), Replicate()), (torch.arange(16.0).view(4, 4), Replicate())):
+        optimizer.state[model.weight]["factor"] = distribute_tensor(values, mesh, [placement])
+        checkpoint.save(folder, model, optimizer)
+        read = checkpoint.Checkpoint(folder).read("optimizer/factor/weight")
+        assert torch.equal(torch.from_dlpack(read), values)
+        dist.barrier()
+
+
+def test_a_state_that_is_sharded_unlike_its_parameter_is_refused(hosted, tmp_path):
+    hosted(2, unlike, str(tmp_path / "saved"))
+
+
 # ---- Wrappers ----
 
 

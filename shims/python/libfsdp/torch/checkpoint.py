@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ..errors import Unsupported
+from ..errors import InvalidArgument, Unsupported
 from ..hosts.checkpoint import ModuleAdapter
 from .classic import _of_dtype
 from .host import HOST
@@ -55,6 +55,18 @@ class TorchAdapter(ModuleAdapter):
         if isinstance(optimizer, torch.optim.AdamW):  # an Adam whose weight decay is decoupled, whoever has saved
             options = {key: value for key, value in options.items() if key != "decoupled_weight_decay"}
         super().set_options(optimizer, index, options)
+
+    def state(self, optimizer, parameter):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements):
+                alike = [(tuple(each.shape), getattr(each, "placements", None)) for each in (value, parameter)]
+                if alike[0] != alike[1]:
+                    raise InvalidArgument(
+                        f"optimizer: the state {key!r} of a parameter of shape {tuple(parameter.shape)} is a DTensor of shape "
+                        f"{tuple(value.shape)} and placements {value.placements}, unlike the parameter: what is to be kept of it "
+                        "can't be told; save without `optimizer`"
+                    )
+        return super().state(optimizer, parameter)
 
     def like(self, parameter, tensor):
         if not isinstance(parameter, DTensor):
