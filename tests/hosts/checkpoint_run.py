@@ -63,6 +63,18 @@ class Modules:
         self.model = model
         self.optimizer = framework.optim.Adam(model.parameters(), lr=0.05)
 
+    def notices(self, folder):
+        """Whether a backward is refused whose forward came before a load; after a save it is not."""
+        for call, refused in ((checkpoint.save, False), (checkpoint.load, True)):
+            y = self.model(self.framework.ones([2, 5]))
+            call(f"{folder}/again", self.model)
+            try:
+                (y * y).mean().backward()
+                assert not refused
+            except RuntimeError as error:
+                assert refused and "modified by an inplace operation" in str(error), error
+            self.optimizer.zero_grad()
+
     def step(self, number):
         x = self.framework.tensor(batch(number, self.rank, self.size).tolist())
         y = self.model(x)
@@ -118,6 +130,8 @@ def main(host, wrap, what, folder):
             (folder / "expected").write_text(json.dumps(losses))
     else:
         run.step(50)  # somewhere else, with a state that is to go
+        if host != "numpy" and wrap == "none":
+            run.notices(folder)
         loaded = checkpoint.load(folder, run.model, run.optimizer)
         assert loaded.extra == {"step": BEFORE} and not loaded.missing and not loaded.unexpected
         losses = [run.step(number) for number in steps]
