@@ -16,6 +16,16 @@
 
 /* ---- folders */
 
+/* `path` behind what is in `out` already, of `before` bytes. */
+static fsdp_status path_take(const char *path, size_t before, char out[OS_PATH_MOST + 1])
+{
+    size_t length = strlen(path);
+    CHECK_ARG(length > 0 && before + length <= OS_PATH_MOST, "path has %zu bytes%s: 1 to %d", before + length,
+              before ? " with the folder that it is relative to" : "", OS_PATH_MOST);
+    memcpy(out + before, path, length + 1);
+    return FSDP_OK;
+}
+
 fsdp_status os_path_kind(const char *path, enum os_kind *kind)
 {
     struct stat st;
@@ -30,27 +40,21 @@ fsdp_status os_path_kind(const char *path, enum os_kind *kind)
 
 fsdp_status os_path_absolute(const char *path, char out[OS_PATH_MOST + 1])
 {
-    char here[OS_PATH_MOST + 1] = "";
-    size_t length = strlen(path), before = 0;
+    size_t before = 0;
     if (path[0] != '/') {
-        if (!getcwd(here, sizeof here - 1))
+        if (!getcwd(out, OS_PATH_MOST))
             return err_sys(FSDP_ERR_SYSTEM, errno, "the folder that '%.400s' is relative to", path);
-        before = strlen(here);
-        here[before++] = '/';
+        before = strlen(out);
+        out[before++] = '/';
     }
-    CHECK_ARG(length > 0 && before + length <= OS_PATH_MOST, "a path of %zu bytes: 1 to %d", before + length,
-              OS_PATH_MOST);
-    memcpy(out, here, before);
-    memcpy(out + before, path, length + 1);
-    return FSDP_OK;
+    return path_take(path, before, out);
 }
 
 fsdp_status os_folder_make(const char *path)
 {
     char part[OS_PATH_MOST + 1];
-    size_t length = strlen(path);
-    CHECK_ARG(length > 0 && length <= OS_PATH_MOST, "a path of %zu bytes: 1 to %d", length, OS_PATH_MOST);
-    memcpy(part, path, length + 1);
+    TRY(path_take(path, 0, part));
+    size_t length = strlen(part);
     for (size_t i = 1; i <= length; i++) {
         if (part[i] != '/' && part[i] != 0) continue;
         part[i] = 0;
@@ -58,6 +62,9 @@ fsdp_status os_folder_make(const char *path)
         if (mkdir(part, 0777) != 0) {
             /* Folders that are there may be on a file system that is read-only, or not ours to write. */
             int failed = errno;
+            if (stat(part, &st) != 0 && lstat(part, &st) == 0 && S_ISLNK(st.st_mode))
+                return err(FSDP_ERR_SYSTEM,
+                           "'%.400s' is a symbolic link to what is not there: make that, or remove the link", part);
             if (stat(part, &st) != 0) return err_sys(FSDP_ERR_SYSTEM, failed, "making the folder '%.400s'", part);
             if (!S_ISDIR(st.st_mode)) return err(FSDP_ERR_SYSTEM, "'%.400s' is not a folder", part);
         }
@@ -68,9 +75,8 @@ fsdp_status os_folder_make(const char *path)
 
 fsdp_status os_folder_open(const char *path, struct os_folder *out)
 {
+    TRY(path_take(path, 0, out->path));
     size_t length = strlen(path);
-    CHECK_ARG(length > 0 && length <= OS_PATH_MOST, "a path of %zu bytes: 1 to %d", length, OS_PATH_MOST);
-    memcpy(out->path, path, length + 1);
     while (length > 1 && out->path[length - 1] == '/') out->path[--length] = 0;
     out->fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (out->fd >= 0) return FSDP_OK;

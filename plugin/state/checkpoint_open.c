@@ -503,11 +503,14 @@ static void opening_free(struct opening *o)
     *o = (struct opening){.checkpoint = o->checkpoint};
 }
 
-static fsdp_status open_path(fsdp_checkpoint *c, const char *path)
+static fsdp_status open_path(fsdp_checkpoint *c, const char *given)
 {
     enum os_kind kind;
-    size_t length = strlen(path);
+    size_t length = strlen(given);
+    char path[OS_PATH_MOST + 1];
     CHECK_ARG(length > 0 && length <= OS_PATH_MOST, "path has %zu bytes: 1 to %d", length, OS_PATH_MOST);
+    while (length > 1 && given[length - 1] == '/') length--; /* as a save does, behind a file's name, too */
+    snprintf(path, sizeof path, "%.*s", (int)length, given);
     TRY(os_path_kind(path, &kind));
     if (kind == OS_NOTHING) return err(FSDP_ERR_NOT_FOUND, "there is no '%.600s'", path);
     if (kind == OS_OTHER) return err(FSDP_ERR_SYSTEM, "'%.600s' is neither a file nor a folder", path);

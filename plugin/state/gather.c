@@ -150,7 +150,7 @@ fsdp_status state_gather(const fsdp_state_dict *dict, fsdp_group *group, const f
     if (status == FSDP_OK) status = state_dict_create(&full);
     if (status == FSDP_OK && gets) status = fulls_make(dict, options->prefix, full);
     status = state_layout_make(dict, group, FSDP_OP_GATHER_STATE, options->rank0_only ? 0 : STATE_ROOT_ALL,
-                               (uint64_t)options->rank0_only, status, &layout);
+                               (uint64_t)options->rank0_only, NULL, status, &layout);
     if (status == FSDP_OK) status = gather_all(dict, layout, full);
     fsdp_error_info failure;
     err_save(&failure);

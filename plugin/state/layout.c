@@ -239,14 +239,30 @@ static fsdp_status differ(const struct state_layout *layout, struct agreement *a
     return FSDP_ERR_MISMATCH;
 }
 
-static fsdp_status agree(const struct state_layout *layout, struct agreement *a, uint64_t options, fsdp_status status)
+static fsdp_status differ_in_path(const struct state_layout *layout, const struct agreement *a, int r)
+{
+    fsdp_group *group = layout->group;
+    char one[GROUP_RANK_TEXT], two[GROUP_RANK_TEXT];
+    err(FSDP_ERR_MISMATCH,
+        "group '%s', operation %llu: %s gave %s the path '%.300s', but %s '%.300s': all ranks give the same path, on a "
+        "file system that all of them see",
+        group->name, (unsigned long long)group->sequence, group_rank_text(group, 0, one), call_kind_name(layout->kind),
+        a->all[0].text, group_rank_text(group, r, two), a->all[r].text);
+    err_operation(layout->kind, group->sequence, 0, r);
+    return FSDP_ERR_MISMATCH;
+}
+
+static fsdp_status agree(const struct state_layout *layout, struct agreement *a, uint64_t options, const char *path,
+                         fsdp_status status)
 {
     fsdp_group *group = layout->group;
     fsdp_error_info failure;
     err_save(&failure);
     report_status(a->mine, status, &failure);
     a->mine->options = options;
+    a->mine->path = path ? hash_bytes(HASH_START, path, strlen(path)) : 0;
     if (status == FSDP_OK) {
+        snprintf(a->mine->text, sizeof a->mine->text, "%.490s", path ? path : "");
         for (int64_t i = 0; i < layout->dict->n_entries; i++)
             a->mine->n += layout->dict->entries[i]->kind == FSDP_ENTRY_TENSOR;
         a->mine->hash = hash_run(layout->dict, 0, INT64_MAX);
@@ -255,6 +271,8 @@ static fsdp_status agree(const struct state_layout *layout, struct agreement *a,
     for (int r = 0; r < group->size; r++)
         if (a->all[r].status != FSDP_OK) return report_failure(layout, r, &a->all[r], &failure);
     for (int r = 1; r < group->size; r++) {
+        a->all[0].text[TOLD_TEXT - 1] = a->all[r].text[TOLD_TEXT - 1] = 0;
+        if (a->all[r].path != a->all[0].path) return differ_in_path(layout, a, r);
         if (a->all[r].options != a->all[0].options) {
             char one[GROUP_RANK_TEXT], two[GROUP_RANK_TEXT];
             err(FSDP_ERR_MISMATCH, "group '%s', operation %llu: %s and %s called %s with different options",
@@ -487,11 +505,11 @@ static fsdp_status make_alone(struct state_layout *layout, struct agreement *agr
 }
 
 static fsdp_status make_together(struct state_layout *layout, struct agreement *agreement, fsdp_work **numbers,
-                                 uint64_t options, fsdp_status status)
+                                 uint64_t options, const char *path, fsdp_status status)
 {
     if (status == FSDP_OK) status = make_alone(layout, agreement, numbers);
     if (!layout->group && status != FSDP_OK) return status;
-    if (layout->group) TRY(agree(layout, agreement, options, status));
+    if (layout->group) TRY(agree(layout, agreement, options, path, status));
     fsdp_work *work = *numbers;
     *numbers = NULL;
     if (work) TRY(lane_submit(work, NULL));
@@ -504,7 +522,7 @@ static fsdp_status make_together(struct state_layout *layout, struct agreement *
 }
 
 fsdp_status state_layout_make(const fsdp_state_dict *dict, fsdp_group *group, fsdp_op_kind kind, int32_t root,
-                              uint64_t options, fsdp_status status, struct state_layout **out)
+                              uint64_t options, const char *path, fsdp_status status, struct state_layout **out)
 {
     fsdp_error_info failure;
     err_save(&failure);
@@ -522,7 +540,7 @@ fsdp_status state_layout_make(const fsdp_state_dict *dict, fsdp_group *group, fs
     fsdp_status made = group ? agreement_make(group, &agreement) : FSDP_OK;
     if (made == FSDP_OK) {
         if (status != FSDP_OK) err_restore(&failure);
-        made = make_together(layout, &agreement, &numbers, options, status);
+        made = make_together(layout, &agreement, &numbers, options, path, status);
     }
     err_save(&failure);
     work_release(numbers);

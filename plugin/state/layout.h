@@ -12,8 +12,8 @@ struct report {
     fsdp_status status;
     int32_t absent; /* scatter: root has nothing for this entry */
     int64_t n;
-    uint64_t hash, options;
-    char text[TOLD_TEXT]; /* of the failure, or of an entry */
+    uint64_t hash, options, path;
+    char text[TOLD_TEXT]; /* of the failure, or of an entry; the path */
     uint32_t runs[RUNS];
 };
 _Static_assert(sizeof(struct report) <= TRANSPORT_PAYLOAD, "what a rank tells must fit into an exchange");

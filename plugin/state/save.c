@@ -434,11 +434,11 @@ fsdp_status checkpoint_save(fsdp_group *group, fsdp_state_dict *dict, const char
     fsdp_status status = save ? prepare(save, path) : mem_none("a save", sizeof *save);
     /* The others hear of it there, if it went wrong. */
     const int64_t agreed[] = {options->format, options->no_sync, options->background, options->max_file_bytes};
-    uint64_t hash = hash_bytes(hash_bytes(HASH_START, agreed, sizeof agreed), path, strlen(path));
+    uint64_t hash = hash_bytes(HASH_START, agreed, sizeof agreed);
     int32_t root = options->format == FSDP_CHECKPOINT_FULL ? 0 : STATE_ROOT_NONE;
     struct state_layout *layout = NULL;
     status = state_layout_make(save && status == FSDP_OK ? save->dict : NULL, group, FSDP_OP_SAVE_STATE, root, hash,
-                               status, &layout);
+                               path, status, &layout);
     if (!save) {
         if (own) group_release(own);
         return status;

@@ -132,7 +132,7 @@ fsdp_status state_load_from_rank0(const struct source *source, const fsdp_state_
     struct state_plan plan = {0};
     struct state_layout *layout = NULL;
     if (status == FSDP_OK && group->rank == 0) status = state_plan_make(source, into, options, 1, &plan);
-    status = state_layout_make(into, group, FSDP_OP_LOAD_STATE, 0, (uint64_t)options->partial, status, &layout);
+    status = state_layout_make(into, group, FSDP_OP_LOAD_STATE, 0, (uint64_t)options->partial, NULL, status, &layout);
     if (status == FSDP_OK) status = scatter_all(layout, source, &plan, options);
     fsdp_error_info failure;
     err_save(&failure);

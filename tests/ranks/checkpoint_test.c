@@ -311,6 +311,30 @@ Test(checkpoint, ranks_with_different_names_are_told_so_and_nothing_is_written, 
     cr_expect(access(job.path, F_OK) != 0, "a folder was made");
 }
 
+static void other_paths(struct rank *r)
+{
+    const struct job *job = r->argument;
+    fsdp_group *group = rank_group(r, ANY_ROUTE, 0);
+    struct host_dict host;
+    char mine[256];
+    snprintf(mine, sizeof mine, "%s%s", job->path, r->rank == 1 ? "-of-1" : "");
+    host_dict_make(&host, &job->specs, r->rank, r->size, 1);
+    REFUSED(fsdp_checkpoint_save(group, host.dict, mine, &job->options, NULL), FSDP_ERR_MISMATCH, "/c-of-1'");
+    CHECK(strstr(fsdp_last_error(), "/c'") && strstr(fsdp_last_error(), "path"), "%s", fsdp_last_error());
+    fsdp_save_options other = job->options;
+    other.no_sync = r->rank == 1 ? !other.no_sync : other.no_sync;
+    REFUSED(fsdp_checkpoint_save(group, host.dict, job->path, &other, NULL), FSDP_ERR_MISMATCH, "different options");
+    host_dict_free(&host);
+    fsdp_group_release(group);
+}
+
+Test(checkpoint, ranks_with_different_paths_are_told_both_and_nothing_is_written, .init = begin, .fini = end)
+{
+    struct job job = job_make(FSDP_CHECKPOINT_SHARDED, "c");
+    ranks_run(3, other_paths, &job);
+    cr_expect(access(job.path, F_OK) != 0, "a folder was made");
+}
+
 /* Two ranks with parts as if they were three: a third is missing. */
 static void gaps(struct rank *r)
 {

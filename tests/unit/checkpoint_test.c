@@ -330,6 +330,58 @@ Test(checkpoint, where_there_is_none_it_says_what_was_looked_for)
     REFUSED(fsdp_checkpoint_open(path, &c), FSDP_ERR_SYSTEM, "not a regular file");
 }
 
+Test(checkpoint, paths_are_taken_alike_by_all_and_what_is_wrong_with_one_is_said)
+{
+    fsdp_checkpoint *c;
+    fsdp_save_options options = {.struct_size = sizeof options, .no_sync = 1};
+    char name[256], target[256], long_path[4000];
+    fsdp_state_dict *dict = dict_make();
+    for (int full = 0; full < 2; full++) { /* a slash, or several, at the end */
+        snprintf(name, sizeof name, "%s/%s//", folder, full ? "x.safetensors" : "sharded");
+        options.format = full ? FSDP_CHECKPOINT_FULL : FSDP_CHECKPOINT_SHARDED;
+        OK(fsdp_checkpoint_save(NULL, dict, name, &options, NULL));
+        OK(fsdp_checkpoint_open(name, &c));
+        fsdp_checkpoint_release(c);
+        name[strlen(name) - 2] = 0;
+        OK(fsdp_checkpoint_open(name, &c));
+        fsdp_checkpoint_release(c);
+    }
+    options.format = FSDP_CHECKPOINT_SHARDED;
+    snprintf(name, sizeof name, "%s/link", folder);
+    snprintf(target, sizeof target, "%s/target", folder);
+    cr_assert_eq(symlink(target, name), 0);
+    REFUSED(fsdp_checkpoint_save(NULL, dict, name, &options, NULL), FSDP_ERR_SYSTEM, "/link' is a symbolic link to");
+    mkdir(target, 0777); /* then it is a folder like any other */
+    OK(fsdp_checkpoint_save(NULL, dict, name, &options, NULL));
+    OK(fsdp_checkpoint_open(target, &c));
+    fsdp_checkpoint_release(c);
+    memset(long_path, 'a', sizeof long_path);
+    long_path[0] = '/';
+    for (int length = 3072; length <= 3073; length++) { /* the name is then the kernel's to refuse */
+        fsdp_status status = length > 3072 ? FSDP_ERR_INVALID : FSDP_ERR_SYSTEM;
+        long_path[length] = 0;
+        for (options.background = 0; options.background < 2; options.background++) {
+            fsdp_save *saving = NULL;
+            fsdp_status got = fsdp_checkpoint_save(NULL, dict, long_path, &options, &saving);
+            if (got == FSDP_OK) got = fsdp_save_wait(saving, -1);
+            cr_expect_eq(got, status, "%s", fsdp_last_error());
+            fsdp_save_release(saving);
+        }
+        REFUSED(fsdp_checkpoint_open(long_path, &c), status, length > 3072 ? "3073 bytes" : "File name too long");
+        long_path[length] = 'a';
+    }
+    /* Relative to a folder that leaves no room for it. */
+    char here[4096];
+    cr_assert(getcwd(here, sizeof here) && chdir(folder) == 0);
+    options.background = 1;
+    fsdp_save *saving = NULL;
+    long_path[0] = 'a';
+    long_path[3072] = 0;
+    REFUSED(fsdp_checkpoint_save(NULL, dict, long_path, &options, &saving), FSDP_ERR_INVALID, "relative");
+    cr_assert_eq(chdir(here), 0);
+    fsdp_state_dict_release(dict);
+}
+
 #define TWO                                                                                                            \
     "{\"b\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[4,6]},"                                                  \
     "\"a\":{\"dtype\":\"I16\",\"shape\":[2],\"data_offsets\":[0,4]}}"
