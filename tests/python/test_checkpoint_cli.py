@@ -397,6 +397,16 @@ def test_killed_at_any_time_there_is_no_half_target(tmp_path):
             break
 
 
+def test_another_save_into_the_folder_goes_on_meanwhile(run):
+    save("one")
+    folder = os.open(".", os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # as a save does that writes a file there
+        assert run("convert", "one", "out.safetensors")[0] == 0
+    finally:
+        os.close(folder)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_conversion_leaves_nothing(tmp_path, number):
     save(tmp_path / "one", {f"x{i}": np.full((512, 1024), i, np.float32) for i in range(64)}, {}, ties=False)

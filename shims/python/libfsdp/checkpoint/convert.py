@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import shutil
+import tempfile
 import time
 
 from ..errors import FsdpError, InvalidArgument, NotFound, SystemFailure
@@ -57,9 +58,10 @@ def convert(
     content = select(source, names, dtype)
     if not content.items and not content.json:
         raise InvalidArgument(f"{src}: has no tensors")
-    made = _make_folders(os.path.dirname(dst))
-    mark = f".converting-{os.getpid()}-"
-    beside = os.path.join(os.path.dirname(dst), mark + os.path.basename(dst))
+    folder = os.path.dirname(dst)
+    made = _make_folders(folder)
+    own = _own_folder(folder)
+    beside = os.path.join(own, os.path.basename(dst))
     try:
         with contextlib.ExitStack() as stack:
             reading = stack.enter_context(Progress("reading", stream=stream))
@@ -68,16 +70,16 @@ def convert(
             left_out = _write(content, beside, reading, to, ranks, max_file_bytes)
         put_in_place(beside, dst)
     except BaseException as error:
-        _remove(beside)
-        for folder in made:
+        _remove(own)
+        for each in made:
             with contextlib.suppress(OSError):  # another program has put something there
-                os.rmdir(folder)
+                os.rmdir(each)
         if isinstance(error, FsdpError):
-            error.message = error.message.replace(mark, "")  # of the file that is gone now
+            error.message = error.message.replace(own, folder)  # of the file that is gone now
         elif isinstance(error, OSError):
-            raise SystemFailure(f"{error.filename or dst}: {error.strerror}".replace(mark, "")) from error
+            raise SystemFailure(f"{error.filename or dst}: {error.strerror}".replace(own, folder)) from error
         raise
-    _remove(beside)  # what was in the target's place
+    _remove(own)  # and what was in the target's place
     return content, [*content.left_out, *left_out, *_beside(content.path)]
 
 
@@ -156,6 +158,14 @@ def _make_folders(path):
         except OSError as error:
             raise SystemFailure(f"{folder}: {error.strerror}") from error
     return missing
+
+
+def _own_folder(folder):
+    """Make a folder in this one that is a conversion's alone: of saves, only one at a time goes into a folder."""
+    try:
+        return tempfile.mkdtemp(prefix=".converting-", dir=folder)
+    except OSError as error:
+        raise SystemFailure(f"{folder}: {error.strerror}") from error
 
 
 def put_in_place(beside, dst):
