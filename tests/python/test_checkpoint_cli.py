@@ -208,6 +208,62 @@ def test_compare_nan_on_one_side(run):
     assert ["x", "2", "1", "inf", "inf"] in [line.split() for line in run("compare", "a", "b")[1].splitlines()]
 
 
+def test_compare_whole_numbers_that_floats_can_not_tell_apart(run):
+    big = 1 << 62
+    pairs = {
+        "signed": (np.array([big, -big, 7], np.int64), np.array([big + 3, -big - 1, 7], np.int64)),
+        "far": (np.array([-big - 1, 5], np.int64), np.array([big, 5], np.int64)),
+        "unsigned": (np.array([(1 << 63) + 1], np.uint64), np.array([1 << 63], np.uint64)),
+        "mixed": (np.array([big], np.int64), np.array([big + 2], np.uint64)),
+        "small": (np.array([250, 3], np.uint8), np.array([3, 250], np.uint8)),
+    }
+    for path, index in (("a", 0), ("b", 1)):
+        save(path, {name: pair[index] for name, pair in pairs.items()}, {}, ties=False)
+    code, out, _ = run("compare", "a", "b")
+    cells = {line.split()[0]: line.split()[1:4] for line in out.splitlines() if line.split()[0] in pairs}
+    assert code == 1 and cells == {
+        "signed": ["3", "2", "3"],
+        "far": ["2", "1", f"{2.0**63:.3g}"],
+        "unsigned": ["1", "1", "1"],
+        "mixed": ["1", "1", "2"],
+        "small": ["2", "2", "247"],
+    }
+
+
+@pytest.mark.parametrize(
+    "options, code, differ",
+    [
+        ((), 1, {"near": 2, "edge": 1, "odd": 1, "low": 1}),
+        (("--rtol", "1e-3"), 1, {"near": 1, "odd": 1}),  # of 2000 that is 2, of 0 nothing
+        (("--rtol", "1e-3", "--atol", "0.5"), 1, {"odd": 1}),
+        (("--rtol", "1e-3", "--atol", "0.5", "--names", "!odd"), 0, {}),
+        (("--atol", "0.49", "--names", "[nl]*"), 1, {"near": 2}),
+        (("--rtol", "0", "--names", "same*"), 0, {}),
+        (("--names", "same"), 1, {}),  # the dtype
+    ],
+)
+def test_compare_with_a_tolerance(run, options, code, differ):
+    nan, inf = np.nan, np.inf
+    pairs = {
+        "near": (np.array([2000, 0, 7], np.float32), np.array([2001.5, 0.5, 7], np.float32)),
+        "edge": (np.array([1.0, 3.0]), np.array([1.0009, 3.0])),
+        "odd": (np.array([nan, inf, -inf, inf], np.float32), np.array([nan, inf, -inf, 1e38], np.float32)),
+        "low": (np.array([1.0, 3.0], ml_dtypes.bfloat16), np.array([1.0, 3.002], np.float32)),
+        "same": (np.array([1.0, nan], ml_dtypes.bfloat16), np.array([1.0, nan])),
+        "same bits": (np.arange(3), np.arange(3)),
+    }
+    for path, index in (("a", 0), ("b", 1)):
+        save(path, {name: pair[index] for name, pair in pairs.items()}, {}, ties=False)
+    found, out, _ = run("compare", "a", "b", *options)
+    rows = out.partition("values that differ\n")[2].splitlines()
+    assert found == code and {line.split()[0]: int(line.split()[2]) for line in rows[1:-1]} == differ
+    if options == ("--names", "same"):
+        assert "0 equal bit for bit; 1 of the same values in another dtype; JSON" in out
+    if code == 0:
+        assert "within the tolerance; JSON values are equal" in out
+    assert "tolerance" in run("compare", "a", "b", "--atol", "-1")[2]
+
+
 def test_compare_by_names(run):
     save("a")
     save("b", dict(TENSORS, half=np.zeros((5, 3), ml_dtypes.bfloat16)))

@@ -5,6 +5,7 @@ done.
 
 import argparse
 import json
+import math
 import signal
 import sys
 import warnings
@@ -27,6 +28,7 @@ examples:
   python -m libfsdp.checkpoint list model.safetensors --json
   python -m libfsdp.checkpoint verify run/last
   python -m libfsdp.checkpoint compare run/last other/run --names '!optimizer/*'
+  python -m libfsdp.checkpoint compare run/last small.safetensors --rtol 1e-2
   python -m libfsdp.checkpoint convert run/last model.safetensors --names '!optimizer/*' --dtype bfloat16
   python -m libfsdp.checkpoint convert bert/ run/start --to sharded --ranks 4
 """
@@ -108,6 +110,13 @@ def _parse(arguments):
     compared = parser_for("compare", _compare, "how two checkpoints, of any kinds, differ")
     compared.add_argument("a", metavar="A", help="a checkpoint of any kind")
     compared.add_argument("b", metavar="B", help="and another, of the same kind or not")
+    for name, what in (("--rtol", "of |b|"), ("--atol", "by itself")):
+        compared.add_argument(
+            name,
+            type=_tolerance,
+            metavar="X",
+            help=f"let values differ by so much, {what}: |a-b| <= ATOL + RTOL * |b| is the same then, in whatever dtypes",
+        )
     _add_names(compared)
     converted = parser_for("convert", _convert, "write a checkpoint as another kind", epilog=_CONVERT_EXAMPLES)
     converted.add_argument("src", metavar="SRC", help="a checkpoint of any kind")
@@ -147,6 +156,16 @@ def _positive(text):
     if not text.isdigit() or not 1 <= int(text) <= 4096:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks, 1 to 4096")
     return int(text)
+
+
+def _tolerance(text):
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no tolerance; give a number such as 1e-6")
+    return value
 
 
 def _bytes(text):
@@ -252,7 +271,8 @@ def _compare(options):
     pair = [formats.open_any(path, options.trust) for path in (options.a, options.b)]
     if options.names:
         pair = [formats.select(content, options.names, None) for content in pair]
-    return 1 if compare.compare(*pair) else 0
+    given = options.rtol is not None or options.atol is not None
+    return 1 if compare.compare(*pair, (options.rtol or 0.0, options.atol or 0.0) if given else None) else 0
 
 
 def _convert(options):

@@ -1,4 +1,8 @@
-"""Comparing two checkpoints of any kinds: names, dtypes, shapes, values tensor by tensor, and JSON values."""
+"""Comparing two checkpoints of any kinds: names, dtypes, shapes, values tensor by tensor, and JSON values.
+
+Values are the same where their bits are, or, with a tolerance (rtol, atol), where |a-b| <= atol + rtol * |b|, NaN and NaN,
+infinity and the same infinity, whatever their dtypes.
+"""
 
 import math
 
@@ -9,8 +13,8 @@ _CHUNK = 1 << 22  # elements that are compared at a time
 _SHOWN = 20  # differences of each sort that are printed
 
 
-def compare(a, b, stream=None):
-    """Print how two Contents differ, and a summary; whether they do."""
+def compare(a, b, tolerance=None, stream=None):
+    """Print how two Contents differ, and a summary; whether they do. tolerance: (rtol, atol), or None."""
     only_a = [name for name in a.items if name not in b.items]
     only_b = [name for name in b.items if name not in a.items]
     both = [name for name in a.items if name in b.items]
@@ -18,7 +22,7 @@ def compare(a, b, stream=None):
     _names(f"only in {b.path}", [_named(b, name) for name in only_b])
     _names("dtypes or shapes that differ", [_unlike(a, b, name) for name in both if _unlike(a, b, name)])
     _names("names tied otherwise", [_tie(a, b, name) for name in both if _tie(a, b, name)])
-    equal, rows = _values(a, b, both, stream)
+    equal, rows, alike = _values(a, b, both, tolerance, stream)
     if rows:
         print("values that differ")
         shown = [row.cells() for row in rows[:_SHOWN]]
@@ -29,6 +33,8 @@ def compare(a, b, stream=None):
     json = list(_json(a.json, b.json, ""))
     _names("JSON values that differ", json)
     said = [f"{count(len(both), 'tensor')} in both: {equal} equal bit for bit"]
+    if alike:
+        said.append(f"{alike} {'of the same values in another dtype' if tolerance is None else 'within the tolerance'}")
     unlike = sum(1 for name in both if _shape(a, name) != _shape(b, name))
     if rows:
         worst = max(rows, key=lambda row: row.largest)
@@ -42,8 +48,9 @@ def compare(a, b, stream=None):
         said.append(f"entries of ranks differ ({len(own)})")
     said.append(f"JSON values differ (at {count(len(json), 'place')})" if json else "JSON values are equal")
     print("; ".join(said))
-    dtypes = any(_unlike(a, b, name) or _tie(a, b, name) for name in both)
-    return bool(only_a or only_b or rows or own or json or dtypes)
+    dtypes = tolerance is None and any(_unlike(a, b, name) for name in both)
+    ties = any(_tie(a, b, name) for name in both)
+    return bool(only_a or only_b or rows or own or json or unlike or dtypes or ties)
 
 
 def _names(title, lines):
@@ -91,23 +98,26 @@ class _Difference:
         return [self.name, self.elements, self.differ, f"{self.largest:.3g}", f"{self.relative:.3g}"]
 
 
-def _values(a, b, both, stream):
-    """(how many are equal bit for bit, [_Difference of the others])."""
-    equal, rows, done = 0, [], 0
+def _values(a, b, both, tolerance, stream):
+    """(how many are equal bit for bit, [_Difference of those that are not the same], how many others are)."""
+    equal, rows, alike, done = 0, [], 0, 0
     names = [name for name in both if _shape(a, name) == _shape(b, name)]
     total = sum(a.items[name].nbytes for name in names)
     with Progress("comparing", stream=stream) as progress:
         for name in names:
             progress(done, total)
-            found = difference(name, a.items[name], b.items[name])
-            equal += found is None
-            if found is not None and found.differ:
+            found = difference(name, a.items[name], b.items[name], tolerance)
+            if found is None:
+                equal += 1
+            elif found.differ:
                 rows.append(found)
+            else:
+                alike += 1
             done += a.items[name].nbytes
-    return equal, rows
+    return equal, rows, alike
 
 
-def difference(name, one, other):
+def difference(name, one, other, tolerance=None):
     """The _Difference of two items of the same shape; None where they are equal bit for bit, of one dtype."""
     import numpy
 
@@ -120,8 +130,8 @@ def difference(name, one, other):
     found.elements = math.prod(one.shape)
     x, y = (_numbers(array, item) for array, item in ((first, one), (second, other)))
     for start in range(0, found.elements, _CHUNK):
-        _compare_chunk(found, x[start : start + _CHUNK], y[start : start + _CHUNK])
-    if one.dtype == other.dtype and not found.differ:  # bits that mean the same: -0.0 and NaNs
+        _compare_chunk(found, x[start : start + _CHUNK], y[start : start + _CHUNK], tolerance)
+    if tolerance is None and one.dtype == other.dtype and not found.differ:  # bits that mean the same: -0.0 and NaNs
         found.differ = _bits_that_differ(first, second, one)
     return found
 
@@ -137,25 +147,42 @@ def _numbers(array, item):
     return cast(array, item.shape, "float32" if small else item.dtype).numpy().reshape(-1)
 
 
-def _compare_chunk(found, x, y):
+def _compare_chunk(found, x, y, tolerance):
     import numpy
 
     exact = not any(array.dtype.kind in "fc" for array in (x, y))
     differs = x != y
     if not exact:
         differs &= ~(numpy.isnan(x) & numpy.isnan(y))
-    found.differ += int(differs.sum())
-    if not differs.any():
-        return
-    wide = numpy.complex128 if "c" in (x.dtype.kind, y.dtype.kind) else numpy.float64
-    x, y = x[differs].astype(wide), y[differs].astype(wide)
+    x, y = x[differs], y[differs]
     with numpy.errstate(all="ignore"):
-        apart = numpy.abs(x - y)
+        apart, size = _apart(x, y), numpy.maximum(abs(_wide(x)), abs(_wide(y)))
         apart[numpy.isnan(apart)] = numpy.inf  # NaN or infinity on one side only
-        relative = apart / numpy.maximum(numpy.abs(x), numpy.abs(y))
+        if tolerance is not None:
+            rtol, atol = tolerance
+            outside = ~((apart <= atol + rtol * abs(_wide(y))) & (apart < numpy.inf))
+            apart, size = apart[outside], size[outside]
+        relative = apart / size
         relative[numpy.isnan(relative)] = numpy.inf
-    found.largest = max(found.largest, float(apart.max()))
-    found.relative = max(found.relative, float(relative.max()))
+    found.differ += len(apart)
+    found.largest = max(found.largest, float(apart.max(initial=0)))
+    found.relative = max(found.relative, float(relative.max(initial=0)))
+
+
+def _wide(x):
+    return x.astype("complex128" if x.dtype.kind == "c" else "float64")
+
+
+def _apart(x, y):
+    """|x - y| as float64; of whole numbers it is the difference that is rounded, not they."""
+    import numpy
+
+    if x.dtype.kind not in "iu" or y.dtype.kind not in "iu":
+        return abs(_wide(x) - _wide(y))
+    if x.dtype.kind != y.dtype.kind:
+        return abs(x.astype(object) - y.astype(object)).astype("float64")
+    larger, smaller = numpy.maximum(x, y).astype("uint64"), numpy.minimum(x, y).astype("uint64")
+    return (larger - smaller).astype("float64")  # modulo 2**64, where it is right
 
 
 def _own(a, b):
