@@ -27,11 +27,11 @@ _SLICE_MS = 100  # a wait on the main thread looks for Ctrl-C so often
 
 
 def path_text(path):
-    """A path for the C side, of any bytes. Slashes at its end say that it is a folder, which is seen by looking."""
+    """A path for the C side: of any bytes, not UTF-8 alone."""
     path = os.fsencode(path)
     if b"\0" in path:
         raise InvalidArgument(f"path: {path!r} contains a zero character")
-    return path.rstrip(b"/") or path[:1]
+    return path
 
 
 def write(path, state, group=None, *, full=False, background=False, sync=True, max_file_bytes=None):
