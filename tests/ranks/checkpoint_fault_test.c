@@ -43,6 +43,9 @@ static struct {
     fsdp_save_options options;
     uint64_t seed;
     int open; /* not a save: it is opened and loaded */
+    /* While a save in the background goes on: */
+    enum meanwhile { NOTHING, FORK, ABORT, CLOSE } meanwhile; /* on rank `who` */
+    int who;
     int timeout_ms;
     struct specs specs;
 } job;
@@ -94,7 +97,40 @@ static void counted_free(void *p, void *user)
 
 /* ---- a rank */
 
-static fsdp_status call(fsdp_group *group, struct host_dict *host)
+/* A child has the handle, and neither the thread nor a say in what becomes of the files. It lives on for longer. */
+static pid_t fork_child(fsdp_save *saving, struct host_dict *host)
+{
+    pid_t child = fork();
+    if (child) return child;
+    fsdp_save_info info = {.struct_size = sizeof info};
+    int fine = fsdp_save_wait(saving, -1) == FSDP_ERR_FORKED && fsdp_save_query(saving, &info) == FSDP_ERR_FORKED;
+    fsdp_save_release(saving);
+    host_dict_free(host);
+    for (int i = 0; i < 10 && fine; i++) usleep(100000);
+    if (SANITIZED) _exit(fine ? 7 : 8); /* what the parent's threads have looks leaked here */
+    exit(fine ? 7 : 8);
+}
+
+static fsdp_status while_it_goes_on(fsdp_group **group, struct host_dict *host, fsdp_save *saving)
+{
+    pid_t child = 0;
+    usleep(200000); /* the first block, or the second */
+    if (job.meanwhile == FORK) child = fork_child(saving, host);
+    if (job.meanwhile == ABORT) fsdp_group_abort(*group, "the test's word");
+    if (job.meanwhile == CLOSE) {
+        fsdp_group_release(*group);
+        *group = NULL;
+    }
+    fsdp_status status = fsdp_save_wait(saving, -1);
+    if (child > 0) {
+        int ended = 0;
+        waitpid(child, &ended, 0);
+        if (!WIFEXITED(ended) || WEXITSTATUS(ended) != 7) _exit(5);
+    }
+    return status;
+}
+
+static fsdp_status call(fsdp_group **group, struct host_dict *host, int rank)
 {
     if (job.open) {
         fsdp_checkpoint *c = NULL;
@@ -104,8 +140,11 @@ static fsdp_status call(fsdp_group *group, struct host_dict *host)
         return status;
     }
     fsdp_save *saving = NULL;
-    fsdp_status status = fsdp_checkpoint_save(group, host->dict, path, &job.options, &saving);
-    if (status == FSDP_OK) status = fsdp_save_wait(saving, -1);
+    fsdp_status status = fsdp_checkpoint_save(*group, host->dict, path, &job.options, &saving);
+    if (status == FSDP_OK && job.meanwhile && (rank == job.who || job.who < 0))
+        status = while_it_goes_on(group, host, saving);
+    else if (status == FSDP_OK)
+        status = fsdp_save_wait(saving, -1);
     fsdp_save_release(saving);
     return status;
 }
@@ -131,7 +170,7 @@ static void rank_main(int rank)
     host_dict_make(&host, &specs, rank, job.ranks, !job.open);
     if (rank == job.faulty && job.memory) atomic_store(&armed, job.at);
     if (rank == job.faulty && !job.memory) disk_fault_set(job.fault, job.at);
-    fsdp_status status = call(group, &host);
+    fsdp_status status = call(&group, &host, rank);
     disk_fault_set(DISK_SOUND, 0);
     atomic_store(&armed, 0);
     atomic_store(&o->hit, rank == job.faulty && (job.memory ? atomic_load(&refused) : o->hit));
@@ -363,6 +402,62 @@ Test(checkpoint_fault, ranks_wait_while_rank_0_writes_whole_tensors, .init = beg
     slow_runs(DISK_SLOW, 1);
     job.options.max_file_bytes = 1000000;
     slow_runs(DISK_STALLS, 1);
+}
+
+/* A save goes on in the background, slowly. */
+static void meanwhile(enum meanwhile what, int who, int faulty)
+{
+    job.ranks = 2;
+    job.specs = (struct specs){.list = large_list, .n = sizeof large_list / sizeof *large_list};
+    job.options.background = 1;
+    job.meanwhile = NOTHING;
+    sound_run(1);
+    job.meanwhile = what;
+    job.who = who;
+    job.faulty = faulty;
+    job.fault = DISK_SLOW;
+    job.seed = 2;
+    run();
+}
+
+Test(checkpoint_fault, a_process_may_fork_while_a_save_goes_on, .init = begin, .fini = end)
+{
+    for (int full = 0; full < 2; full++) {
+        job.options.format = full ? FSDP_CHECKPOINT_FULL : FSDP_CHECKPOINT_SHARDED;
+        meanwhile(FORK, 0, 0);
+        for (int r = 0; r < 2; r++) cr_expect_eq(shared[r].status, FSDP_OK, "rank %d: %s", r, shared[r].message);
+        cr_expect_eq(seed_there(), 2);
+        cr_expect_eq(strays(), 0);
+        host_folder_remove(path);
+    }
+}
+
+Test(checkpoint_fault, aborting_the_group_ends_a_save_and_leaves_the_old_checkpoint, .init = begin, .fini = end)
+{
+    for (int kind = 0; kind < 4; kind++) {
+        job.options.format = kind < 2 ? FSDP_CHECKPOINT_SHARDED : FSDP_CHECKPOINT_FULL;
+        int64_t begun = time(NULL);
+        meanwhile(ABORT, kind % 2, kind == 1); /* the one that writes slowly, or the other one */
+        cr_expect_leq(time(NULL) - begun, 8);
+        for (int r = 0; r < 2; r++) {
+            cr_expect_eq(shared[r].status, FSDP_ERR_ABORTED, "rank %d: %d %s", r, shared[r].status, shared[r].message);
+            cr_expect(strstr(shared[r].message, "the test's word"), "rank %d: %s", r, shared[r].message);
+        }
+        cr_expect_eq(seed_there(), 1);
+        job.meanwhile = NOTHING;
+        sound_run(2);
+        cr_expect_eq(seed_there(), 2);
+        cr_expect_eq(strays(), 0);
+        host_folder_remove(path);
+    }
+}
+
+Test(checkpoint_fault, a_save_goes_on_without_the_group_that_it_was_given, .init = begin, .fini = end)
+{
+    meanwhile(CLOSE, -1, 0);
+    for (int r = 0; r < 2; r++) cr_expect_eq(shared[r].status, FSDP_OK, "rank %d: %s", r, shared[r].message);
+    cr_expect_eq(seed_there(), 2);
+    cr_expect_eq(strays(), 0);
 }
 
 /* ---- memory */
