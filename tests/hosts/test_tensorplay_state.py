@@ -1,11 +1,11 @@
 """Whole and sharded state of models and optimizers in TensorPlay: fully_shard and the classic wrapper. The oracle is
 one process with the whole batch, as TensorPlay's own versions give shards for whole dicts and lose optimizer state."""
 
-import contextlib
 import ctypes
 import pickle
 
 import pytest
+from memory import measured
 
 tp = pytest.importorskip(
     "tensorplay", reason="TensorPlay is not installed here; ci/test tensorplay makes venvs that have it"
@@ -510,21 +510,6 @@ def peak(job):
         set_model_state_dict(model, state, options=spread)
     if job.rank:
         assert grown() < (layers / job.size + 3) * one, (grown(), one)
-
-
-@contextlib.contextmanager
-def measured():
-    """Gives a function for by how much memory has grown at most inside, in MiB."""
-
-    def status(name):
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) / 1024 for line in file if line.startswith(name))
-
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    before, most = status("VmRSS"), []
-    yield lambda: most[0]
-    most.append(status("VmHWM") - before)
 
 
 def test_peak_of_memory(hosted):

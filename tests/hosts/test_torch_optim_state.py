@@ -1,9 +1,7 @@
 """Optimizer state of libfsdp.torch.FullyShardedDataParallel beside torch's own and beside one process: the forms and
 functions of the classic API, loaded with another wrapping or another number of ranks."""
 
-import contextlib
 import ctypes
-import gc
 import warnings
 
 import pytest
@@ -14,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as dsd
 import torch.distributed.fsdp as theirs
 from classic_programs import FULL, GRAD_OP, HYBRID, NO, WIDTH, Block, Net, original, ours, raises, same_error
+from memory import measured
 from optim_state_programs import adam, alone, cloned, full_type, go, named_state, on_all, same, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -351,22 +350,6 @@ def peak(job):
             FSDP.optim_state_dict_to_load(model, optimizer, entries)
         if job.rank:
             assert grown() < (layers / job.size + 3) * one, (grown(), one)
-
-
-@contextlib.contextmanager
-def measured():
-    """Gives a function for by how much memory has grown at most inside, in MiB."""
-
-    def status(name):
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) / 1024 for line in file if line.startswith(name))
-
-    gc.collect()
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    before, most = status("VmRSS"), []
-    yield lambda: most[0]
-    most.append(status("VmHWM") - before)
 
 
 def test_peak_of_memory(hosted):

@@ -21,6 +21,7 @@ import threading
 import time
 import weakref
 
+import memory
 import numpy as np
 
 LATE = 1.5  # seconds
@@ -400,12 +401,6 @@ def forked(host, store):
 # ---- Memory ----------------------------------------------------------------------------------------------------------
 
 
-def memory():
-    """KiB of this process, and its part of what ranks share."""
-    with open("/proc/self/smaps_rollup") as rollup:
-        return sum(int(line.split()[1]) for line in rollup if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
-
-
 def lasts(host, store):
     host.start(store)
     lib = host.lib
@@ -422,7 +417,7 @@ def lasts(host, store):
         if step in (250, 750):  # until then caches of Python and torch grow
             gc.collect()
             ctypes.CDLL(None).malloc_trim(0)
-            used.append(memory())
+            used.append(memory.used())
     assert used[1] - used[0] < 4096, used  # 8 KiB a step; a step's gradients are 73
     host.dist.destroy_process_group()
 
