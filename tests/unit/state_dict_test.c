@@ -748,7 +748,7 @@ Test(state_dict, whether_two_tensors_meet_is_exact)
     static char memory[4096];
     unsigned random = 12345;
     int met = 0, apart = 0;
-    for (int i = 0; i < 200000; i++) {
+    for (int i = 0; i < 30000; i++) {
         struct tensor t[2];
         uint64_t bytes[2] = {0};
         for (int k = 0; k < 2; k++) {
@@ -789,12 +789,12 @@ Test(state_dict, whether_two_tensors_meet_is_exact)
         cr_assert_eq(tensor_meet(&t[0], &t[1]), want, "case %d: %llx and %llx", i, (unsigned long long)bytes[0],
                      (unsigned long long)bytes[1]);
     }
-    cr_expect(met > 10000 && apart > 10000, "%d, %d", met, apart);
+    cr_expect(met > 2000 && apart > 2000, "%d, %d", met, apart);
 }
 
 Test(state_dict, memory_of_many_entries_is_compared_quickly)
 {
-    enum { MANY = 20000, COLUMNS = 500 };
+    enum { MANY = 5000, COLUMNS = 300 };
     static float memory[MANY * 4], values[MANY * 4], matrix[COLUMNS * COLUMNS];
     static const int64_t four[] = {4}, column[] = {COLUMNS};
     int64_t step[] = {COLUMNS};
@@ -803,7 +803,7 @@ Test(state_dict, memory_of_many_entries_is_compared_quickly)
         char name[16];
         snprintf(name, sizeof name, "name %d", i);
         add_view(from, name, values, 1, four, NULL); /* all read one and the same */
-        add_view(into, name, memory + 4 * (i * 7919 % MANY), 1, four, NULL);
+        add_view(into, name, memory + 4 * (i * 2749 % MANY), 1, four, NULL);
     }
     for (int i = 0; i < COLUMNS; i++) {
         char name[16];
