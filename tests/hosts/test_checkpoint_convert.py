@@ -1,6 +1,7 @@
 """python -m libfsdp.checkpoint and torch's files: what torch has saved goes on from libfsdp's checkpoints, and what
 libfsdp has saved goes on in torch, with the very same values; pickles run nothing."""
 
+import json
 import os
 import pathlib
 import pickle
@@ -367,6 +368,11 @@ def test_an_optimizers_tensors_alone(convert):
     saved, whole = torch.load("optim.pt"), convert("ours", "whole.pt") and torch.load("whole.pt")
     assert saved["model"] == {} and saved["optim"]["param_groups"] == whole["optim"]["param_groups"]
     assert saved["optim"]["state"].keys() == whole["optim"]["state"].keys()
+    checkpoint.save("odd", *odd_states())
+    convert("odd", "bias.pt", "--names", "*bias")
+    assert list(torch.load("bias.pt")) == ["0.bias", "1.bias"]
+    convert("odd", "state.pt", "--names", "1.*")
+    assert list(torch.load("state.pt")) == ["1.weight", "1.bias", "1._extra_state"]
 
 
 def test_safetensors_package(convert):
@@ -522,7 +528,9 @@ def test_a_model_spread_over_files(convert):
     os.mkdir("hf")
     torch.save({"a": torch.arange(3.0)}, "hf/pytorch_model-00001-of-00002.bin")
     torch.save({"b": torch.arange(5)}, "hf/pytorch_model-00002-of-00002.bin")
-    convert("hf", "whole.safetensors")
+    files = {name: f"pytorch_model-0000{index}-of-00002.bin" for index, name in enumerate("ab", start=1)}
+    pathlib.Path("hf/pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
+    assert convert("hf", "whole.safetensors") == ""
     with checkpoint.Checkpoint("whole.safetensors") as opened:
         assert torch.equal(torch.from_dlpack(opened.read("a")), torch.arange(3.0))
         assert torch.equal(torch.from_dlpack(opened.read("b")), torch.arange(5))

@@ -22,7 +22,7 @@ _FOREIGN = {  # endings of what else belongs to a checkpoint's folder, by its ki
     "full": (".safetensors", ".safetensors.index.json"),
     "dcp": (".distcp", ".metadata"),
     "mega": (".mega", ".mega.index.json"),
-    "ranks": PICKLES,
+    "ranks": (*PICKLES, ".bin.index.json"),
 }
 
 

@@ -19,6 +19,7 @@ from ..tensor import Tensor, _held, copy, from_dlpack, zeros
 from .table import count
 
 OPTIMIZER, OF_RANK = "optimizer/", "rank/"
+MODULES = "modules"  # the JSON value that has modules' extra states, by the names that their state dicts give them
 TARGETS = {
     "sharded": "libfsdp's folder of one file for each rank",
     "full": "whole tensors: a .safetensors file, or a folder like Hugging Face's",
@@ -292,6 +293,10 @@ def select(content, globs, dtype):
             json["optimizer"] = _groups_of(json["optimizer"], about)
             if not kept or not json["optimizer"]["groups"]:
                 del json["optimizer"]
+        if isinstance(json.get(MODULES), dict):
+            json[MODULES] = {name: value for name, value in json[MODULES].items() if chosen(name)}
+            if not json[MODULES]:
+                del json[MODULES]
     return replace(content, items=items, json=json, of_ranks=of_ranks, left_out=list(content.left_out), verify=None)
 
 

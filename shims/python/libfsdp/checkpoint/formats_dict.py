@@ -15,13 +15,12 @@ import re
 from dataclasses import replace
 
 from ..errors import FsdpError, InvalidArgument, Unsupported
-from .formats import OPTIMIZER, Content, Item, Scalar, number, some
+from .formats import MODULES, OPTIMIZER, Content, Item, Scalar, number, some
 from .training import decode, encode, plain
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 OPTIM_KEYS = ("optim", "optimizer", "optim_state_dict", "optimizer_state_dict")
 MODEL, OPTIM = MODEL_KEYS[0], OPTIM_KEYS[0]  # those that are written
-MODULES = "modules"  # the JSON value that has modules' extra states, by the names that their state dicts give them
 _EXTRA_STATE = "_extra_state"  # the last part of such a name
 _RESERVED = ("optimizer", MODULES)  # JSON values that have a meaning and a form
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")

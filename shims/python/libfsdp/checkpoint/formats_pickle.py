@@ -8,8 +8,8 @@ import zipfile
 
 from ..errors import InvalidArgument
 from ..tensor import copy, zeros
-from .formats import Content, Item, of_ranks_left_out, part_of, pickles_of, same_bits, some
-from .formats_dict import MODULES, content_of, value_of
+from .formats import MODULES, Content, Item, of_ranks_left_out, part_of, pickles_of, same_bits, some
+from .formats_dict import content_of, value_of
 from .frameworks import framework, sync_file, writing
 from .table import count
 
