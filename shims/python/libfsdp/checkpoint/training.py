@@ -7,6 +7,7 @@ others load, and others can load ours. "optimizer/exp_avg/layer.weight" is the o
 extra states, where they have such).
 """
 
+import contextlib
 import copy
 import math
 from dataclasses import dataclass, field, replace
@@ -149,7 +150,8 @@ def _set_and_load(at_once, load):
         load()
     except BaseException:
         for step in reversed(undo):
-            step()
+            with contextlib.suppress(Exception):  # what went wrong first is to be told
+                step()
         raise
 
 
