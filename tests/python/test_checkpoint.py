@@ -339,10 +339,10 @@ def plain_copies(group, folder):
     checkpoint.save(folder / "saved", model, optimizer, group=group)
     last = model.parameters()[-1].name
     optimizer.state(last)["exp_avg_sq"].flat[0] += group.rank == 2
-    with pytest.raises(libfsdp.Mismatch, match=f"the state 'exp_avg_sq' of '{last}' .* rank 2 than on rank 0"):
+    with pytest.raises(libfsdp.Mismatch, match=f"the state 'exp_avg_sq' of '{last}', .* rank 2 than on rank 0"):
         checkpoint.save(folder / "no", model, optimizer, group=group)
     model.parameters()[0].value[1, 2] *= -1 if group.rank else 1
-    with pytest.raises(libfsdp.Mismatch, match="the parameter '0.weight' .* rank 1 than on rank 0"):
+    with pytest.raises(libfsdp.Mismatch, match="the parameter '0.weight', .* rank 1 than on rank 0"):
         checkpoint.save(folder / "no", model, group=group, background=True)
     other = net()
     checkpoint.load(folder / "saved", other, group=group)
@@ -399,12 +399,17 @@ def test_a_state_goes_along_where_its_parameter_has_another_dtype_now(tmp_path):
     for parameter in model.parameters():
         state = {"exp_avg": np.full(parameter.value.shape, 1 / 3, "float32"), "step": 7}
         optimizer.set_state(parameter.name, state | {"exp_avg_sq": np.ones(parameter.value.shape, "float32")})
+    optimizer.state("0.bias")["step"] = np.array([2**24 - 1], "float32")  # of no parameter's shape, and a counter
+    optimizer.state("0.bias")["factor"] = np.array([0.1], "float32")
     checkpoint.save(tmp_path / "saved", model, optimizer)
     other = Sequential(Linear(8, 4, dtype="float64"), Linear(4, 4, dtype="float64"))
     again = Adam(other.parameters(), 0.1)
     checkpoint.load(tmp_path / "saved", other, again)
     assert again.state("0.weight")["exp_avg"].dtype == np.float64 and again.state("0.weight")["step"] == 7
     assert (again.state("0.weight")["exp_avg"] == np.float32(1 / 3)).all()
+    counter, factor = again.state("0.bias")["step"], again.state("0.bias")["factor"]
+    assert (counter.dtype, counter.tolist()) == (np.float32, [2**24 - 1])
+    assert (factor.dtype, factor.tolist()) == (np.float64, [float(np.float32(0.1))])
     assert again.state("1.weight")["exp_avg"].dtype == np.float32  # as it was beside the same parameter
 
 

@@ -1,6 +1,6 @@
-"""Whether values are the same where only one of them is kept: what several ranks hold, before each writes a slice of it or
-one of them all (`Copies`); what is under several names of a checkpoint, before a model that has one tensor for them takes one
-(`same_values`).
+"""Whether values are the same where only one of them is kept: what several ranks hold, before each writes a slice of it
+or one of them all (`Copies`); what is under several names of a checkpoint, before a model that has one tensor for them
+takes one (`same_values`).
 """
 
 from ctypes import c_char, c_uint64, string_at
@@ -19,11 +19,11 @@ class Copies:
     """
 
     def __init__(self):
-        self._entries = {}  # name: (where the part begins, as bytes; message)
+        self._entries = {}  # name: (where the part begins, as bytes; what, advice)
 
-    def add(self, name, offset, message):
-        """message: for ranks {0} and {1}, which hold the same part with other values."""
-        self._entries[name] = repr(tuple(offset)).encode(), message
+    def add(self, name, offset, what, advice):
+        """what: the entry, and advice: what to do where its copies differ, for a message."""
+        self._entries[name] = repr(tuple(offset)).encode(), what, advice
 
     def check(self, state, group):
         """Collective, with the same entries on all ranks; where those differ, saving tells. Raises Mismatch on all."""
@@ -39,7 +39,9 @@ class Copies:
             for rank, row in enumerate(rows):
                 other = first.setdefault(row[index] >> 32, rank)
                 if row[index] != rows[other][index]:
-                    raise Mismatch(self._entries[name][1].format(other, rank), ranks=(other, rank))
+                    _, what, advice = self._entries[name]
+                    message = f"{what} has other values on rank {rank} than on rank {other}: {advice}"
+                    raise Mismatch(message, ranks=(other, rank))
 
 
 def _gathered(numbers, group):

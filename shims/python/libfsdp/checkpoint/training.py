@@ -28,11 +28,11 @@ class Loaded:
     """What `load` gives.
 
     extra       the value that was saved as `extra`, or None
-    of_rank     {name: uint8 Tensor} of this rank's own bytes; None where the checkpoint has none, and where as many ranks as
-                saved it are not there now: what belonged to a rank then belongs to nobody
+    of_rank     {name: uint8 Tensor} of this rank's own bytes; None where the checkpoint has none, and where as many
+                ranks as saved it are not there now: what belonged to a rank then belongs to nobody
     missing     names of the model's that the checkpoint lacks (strict=False)
-    unexpected  names of the checkpoint that the model lacks; of several that are one tensor in the model and have values of
-                their own, all but the first, which was taken (strict=False)
+    unexpected  names of the checkpoint that the model lacks; of several that are one tensor in the model and have
+                values of their own, all but the first, which was taken (strict=False)
     missing_state     parameters of the optimizer that the saved one lacks: their state is as before (strict=False)
     unexpected_state  parameters of the saved optimizer that this one lacks (strict=False)
     unused      options of the saved optimizer's groups that this optimizer does not have
@@ -60,8 +60,8 @@ def save(path, model, optimizer=None, *, scaler=None, extra=None, of_rank=None, 
     group      a libfsdp.Group of all ranks that hold the model; None: the model's own, or its framework's default group
     options    of `write`: full, background, sync, max_file_bytes
 
-    Parameters that are whole on every rank (of a plain model, of DDP, ignored by fully_shard) and their states are compared
-    between the ranks first; of buffers rank 0's are kept.
+    Parameters that are whole on every rank (of a plain model, of DDP, ignored by fully_shard) and their states are
+    compared between the ranks first; of buffers rank 0's are kept.
 
     Returns a Save with background=True, else None. Raises as `write` does, and Mismatch for such that differ.
     """
@@ -94,15 +94,18 @@ def save(path, model, optimizer=None, *, scaler=None, extra=None, of_rank=None, 
 def load(path, model=None, optimizer=None, *, scaler=None, strict=True, group=None, progress=None):
     """Load what `save` saved, on any number of ranks and whatever framework saved it; also weights of others.
 
-    model, optimizer, scaler  as for `save`; None: not loaded. Each rank reads its own parts; shards are written in place
+    model, optimizer, scaler  as for `save`; None: not loaded. Each rank reads its own parts; shards are written in
+              place
     strict    False: what the checkpoint lacks keeps its values, what the model lacks is passed over
     progress  progress(bytes done, bytes in all), now and then
 
-    An optimizer's state is given to it by the parameters' names, so their order and grouping may differ; parameters that had no
-    state have none afterwards. It has the dtype that it was saved with, or where the parameter's is another now, the parameter's.
-    Returns a Loaded. Raises NotFound, Corrupt, InvalidArgument (names, shapes or dtypes that don't fit, names with values of their
-    own that are one tensor in the model); model, optimizer and scaler are as they were then, but after damage that shows
-    while values are read.
+    An optimizer's state is given to it by the parameters' names, so their order and grouping may differ; parameters
+    that had no state have none afterwards. It has the dtype that it was saved with, or where the parameter's is another
+    now, the parameter's. Groups without parameters have the options of such ones, in their order.
+
+    Returns a Loaded. Raises NotFound, Corrupt, InvalidArgument (names, shapes or dtypes that don't fit, names with
+    values of their own that are one tensor in the model); model, optimizer and scaler are as they were then, but the
+    model after damage that shows while values are read.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     loaded = Loaded(extra=decode(checkpoint.json.get("extra")), checkpoint=checkpoint)
@@ -176,8 +179,8 @@ def _plan_model(adapter, model, pieces, checkpoint, loaded, strict):
         untied = [name for name in others if not _one_tensor(checkpoint, first, name)]
         if untied and strict:
             raise InvalidArgument(
-                f"{checkpoint.path}: {first!r} and {untied[0]!r} have values of their own, and are one tensor in the model: "
-                f"untie them there, or give strict=False to take those of {first!r}"
+                f"{checkpoint.path}: {first!r} and {untied[0]!r} have values of their own, and are one tensor in the "
+                f"model: untie them there, or give strict=False to take those of {first!r}"
             )
         loaded.unexpected += untied
     return [
@@ -221,14 +224,14 @@ def _add_model(state, adapter, model, group, copies=None, there=()):
             part = piece.array[:0] if piece.copy else piece.array
             state.add(piece.name, part, shape=piece.shape, offset=piece.offset, dtype=piece.dtype, read_only=True)
         else:
-            what = f"model: the parameter {piece.name!r}"
+            what = f"model: the parameter {piece.name!r}, which is not sharded,"
             _add_piece(state, piece.name, piece, piece.array, piece.dtype, piece.name not in written, copies, what)
     return pieces
 
 
 def _memory(piece):
-    """What tells whether two pieces are the same memory, as two modules' parameters on one storage are; another for each piece
-    that is a part, or empty: those are told apart by their names, as other ranks do."""
+    """What tells whether two pieces are the same memory, as two modules' parameters on one storage are; another for
+    each piece that is a part, or empty: those are told apart by their names, as other ranks do."""
     tensor = borrow(piece.array, piece.name)
     shape = tuple(tensor.shape[: tensor.ndim])
     if shape != tuple(piece.shape) or not math.prod(shape):
@@ -245,15 +248,16 @@ def _add_piece(state, name, piece, array, dtype=None, read_only=False, copies=No
         copies.add(
             name,
             piece.offset,
-            f"{what.replace('{', '{{').replace('}', '}}')} is not sharded, and has other values on rank {{1}} than on rank {{0}}; "
-            "a checkpoint keeps one: give all ranks the same (broadcast it), let fully_shard have it, or, where each rank's "
-            "is its own (an expert, say), add it to a libfsdp.StateDict with of_rank=True for libfsdp.checkpoint.write",
+            what,
+            "a checkpoint keeps one. Give all ranks the same (broadcast it), let fully_shard have it, or, where each "
+            "rank's is its own (an expert, say), add it to a libfsdp.StateDict with of_rank=True for "
+            "libfsdp.checkpoint.write",
         )
 
 
 def _add_optimizer(state, adapter, model, optimizer, pieces, group, copies):
-    """Add an optimizer's state: tensors shaped like their parameter's part lie as that does; others are whole, the same on all
-    ranks; numbers are JSON."""
+    """Add an optimizer's state: tensors shaped like their parameter's part lie as that does; others are whole, the same
+    on all ranks; numbers are JSON."""
     groups, numbers = [], {}
     ranks, rank = (1, 0) if group is None else (group.size, group.rank)
     for options, parameters in adapter.groups(model, optimizer):
@@ -272,18 +276,20 @@ def _add_optimizer(state, adapter, model, optimizer, pieces, group, copies):
                     numbers.setdefault(name, {})[key] = plain(value, what)
                 elif not hasattr(value, "shape"):
                     raise InvalidArgument(
-                        f"{what} is a {type(value).__name__}: tensors, numbers, texts and lists of numbers and texts can be "
-                        "kept in a checkpoint"
+                        f"{what} is a {type(value).__name__}: tensors, numbers, texts and lists of numbers and texts "
+                        "can be kept in a checkpoint"
                     )
                 elif adapter.shape(value) == adapter.shape(piece.array):
-                    _add_piece(state, f"{OPTIMIZER}{key}/{name}", piece, value, None, True, copies, what)
+                    whose = f"{what}, which is not sharded,"
+                    _add_piece(state, f"{OPTIMIZER}{key}/{name}", piece, value, None, True, copies, whose)
                 else:
                     state.add(f"{OPTIMIZER}{key}/{name}", value, copies=ranks, copy=rank, read_only=True)
                     copies.add(
                         f"{OPTIMIZER}{key}/{name}",
                         (),
-                        f"{what.replace('{', '{{').replace('}', '}}')} is shaped unlike the parameter's shard, and another on each "
-                        "rank: it can't be told how its parts make up a whole; save without `optimizer`, or keep it in `of_rank`",
+                        f"{what}, which is shaped unlike the parameter's shard,",
+                        "it can't be told how its parts make up a whole; save without `optimizer`, or keep it in "
+                        "`of_rank`",
                     )
     kind = type(optimizer).__name__
     state.set_json("optimizer", {"type": kind, "groups": groups, "numbers": numbers})
@@ -315,8 +321,8 @@ def _plan_optimizer(state, adapter, model, optimizer, pieces, checkpoint, saved,
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
     if strict and any(states.values()) and saved.get("type") and not _alike(saved["type"], kinds):
         raise InvalidArgument(
-            f"{checkpoint.path}: has the state of a {saved['type']}, and optimizer is a {kinds[0]}: give one of the same kind, or "
-            "strict=False if it can use what the other has kept"
+            f"{checkpoint.path}: has the state of a {saved['type']}, and optimizer is a {kinds[0]}: give one of the "
+            "same kind, or strict=False if it can use what the other has kept"
         )
     groups = adapter.groups(model, optimizer)
     saved_as = _saved_names(pieces, [name for _, parameters in groups for name in parameters], states)
@@ -325,8 +331,8 @@ def _plan_optimizer(state, adapter, model, optimizer, pieces, checkpoint, saved,
     if strict and (loaded.missing_state or loaded.unexpected_state):
         raise InvalidArgument(
             f"{checkpoint.path}: the saved optimizer has not the parameters that this one has: it "
-            f"{_names('lacks', loaded.missing_state)}{_names('has also', loaded.unexpected_state)}give strict=False to go on "
-            "without their state"
+            f"{_names('lacks', loaded.missing_state)}{_names('has also', loaded.unexpected_state)}give strict=False to "
+            "go on without their state"
         )
     steps = []
     for index, (present, parameters) in enumerate(groups):
@@ -369,8 +375,8 @@ def _alike(saved, kinds):
 
 
 def _arrays_for(state, adapter, piece, kept, values):
-    """{key: array or number} of a parameter's state, the arrays added to `state` to be read into. kept: the Entry of the
-    parameter itself, or None."""
+    """{key: array or number} of a parameter's state, the arrays added to `state` to be read into. kept: the Entry of
+    the parameter itself, or None."""
     now, found = name_of(piece.array.dtype), {}
     for key, value in values.items():
         if not isinstance(value, Entry):
@@ -393,15 +399,15 @@ def _is_float(dtype):
     return "float" in dtype
 
 
-# ---- Values that are no tensors, as JSON can hold them: it has no tuples, whose difference from lists matters in some places
-# only, and no infinities, which travel under a name.
+# ---- Values that are no tensors, as JSON can hold them: it has no tuples, whose difference from lists matters in some
+# places only, and no infinities, which travel under a name.
 
 _BEYOND = ("inf", "-inf", "nan")
 
 
 def encode(value, name, arrays=True, tuples=True):
-    """A value as JSON can hold it. arrays: those of one element (a learning rate) may become numbers; tuples: they may become
-    lists. Raises InvalidArgument for what it can't hold, with its place."""
+    """A value as JSON can hold it. arrays: those of one element (a learning rate) may become numbers; tuples: they may
+    become lists. Raises InvalidArgument for what it can't hold, with its place."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -412,8 +418,8 @@ def encode(value, name, arrays=True, tuples=True):
         for key in value:
             if not isinstance(key, str):
                 raise InvalidArgument(
-                    f"{name}: can't be kept in a checkpoint: the key {key!r} would come back as a text; make it one, or give a "
-                    "list of [key, value] pairs"
+                    f"{name}: can't be kept in a checkpoint: the key {key!r} would come back as a text; make it one, "
+                    "or give a list of [key, value] pairs"
                 )
         return {key: encode(item, f"{name}.{key}", arrays, tuples) for key, item in value.items()}
     if arrays and hasattr(value, "item") and getattr(value, "size", None) != 0:

@@ -17,8 +17,8 @@ FULL, SHARDED, LOCAL = "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DIC
 
 
 def replicates(kind):
-    """Whether a class of modules is the framework's data-parallel wrapper, whose `module` is what it was given. By name, as
-    a program that has such a module has imported where it is from, and others need not."""
+    """Whether a class of modules is the framework's data-parallel wrapper, whose `module` is what it was given. By
+    name, as a program that has such a module has imported where it is from, and others need not."""
     return any(base.__name__ in ("DistributedDataParallel", "DataParallel") for base in kind.__mro__)
 
 
@@ -28,8 +28,8 @@ def clean_name(module, name, hidden=(*discover.HIDDEN, "_orig_mod")):
     parts = []
     for part in name.split("."):
         kind = type(module)
-        wrapped = hasattr(kind, "_fsdp_wrapper") and part == module._wrapped_name or part == "module" and replicates(kind)
-        if part not in hidden and not wrapped:
+        ours = hasattr(kind, "_fsdp_wrapper") and part == module._wrapped_name
+        if part not in hidden and not ours and not (part == "module" and replicates(kind)):
             parts.append(part)
         module = None if module is None else module._modules.get(part)
     return ".".join(parts)

@@ -28,7 +28,7 @@ class TensorPlayAdapter(ModuleAdapter):
         return () if group is None else group.ranks
 
     def written(self, arrays):
-        """Backward of a forward before it is refused, as after other writes: TensorPlay does not see who lends memory."""
+        """Backward of a forward before it is refused, as after other writes; TensorPlay does not see what is lent."""
         for array in arrays:
             array._bump_version()
 

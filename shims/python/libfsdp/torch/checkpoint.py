@@ -62,9 +62,9 @@ class TorchAdapter(ModuleAdapter):
                 alike = [(tuple(each.shape), getattr(each, "placements", None)) for each in (value, parameter)]
                 if alike[0] != alike[1]:
                     raise InvalidArgument(
-                        f"optimizer: the state {key!r} of a parameter of shape {tuple(parameter.shape)} is a DTensor of shape "
-                        f"{tuple(value.shape)} and placements {value.placements}, unlike the parameter: what is to be kept of it "
-                        "can't be told; save without `optimizer`"
+                        f"optimizer: the state {key!r} of a parameter of shape {tuple(parameter.shape)} is a DTensor of "
+                        f"shape {tuple(value.shape)} and placements {value.placements}, unlike the parameter: what is to be "
+                        "kept of it can't be told; save without `optimizer`"
                     )
         return super().state(optimizer, parameter)
 
