@@ -725,6 +725,91 @@ Test(checkpoint, metadata_of_nonsense_is_refused)
     rank_file_is(M("1", "U8", "[2,4]", "[0,0]", SUM), U8, FSDP_ERR_CORRUPT, "tensor 0");
 }
 
+/* A checkpoint of two ranks with 4 bytes each: what each file says, and the manifest. */
+struct two {
+    int ranks[2];         /* that they say they are of */
+    const char *names[2]; /* of the tensor in each: rows 0 and 1 of a (2, 4) one */
+    const char *more;     /* of the manifest */
+    int index;            /* of the tensor */
+    int longer;           /* bytes that the manifest claims above the truth of file 1 */
+};
+
+static fsdp_status two_open(struct two two)
+{
+    char manifest[2048], name[512];
+    size_t used = (size_t)snprintf(
+        manifest, sizeof manifest,
+        "{\"libfsdp\":\"checkpoint\",\"version\":1,\"save\":\"0123456789abcdef\",\"ranks\":2,\"files\":[");
+    for (int r = 0; r < 2; r++) {
+        char body[1024], head[4096], value[] = {0, 1, 2, 3};
+        struct text t = {0}, escaped = {0};
+        snprintf(
+            body, sizeof body,
+            "{\"version\":1,\"save\":\"0123456789abcdef\",\"rank\":%d,\"ranks\":2,\"checksum\":\"xxh3-64\","
+            "\"block\":1048576,\"tensors\":{\"%s\":{\"index\":%d,\"dtype\":\"U8\",\"shape\":[2,4],\"offset\":[%d,0],"
+            "\"sums\":\"%016llx\"}}",
+            two.ranks[r], two.names[r], two.index, r, (unsigned long long)block_sum(value, 4));
+        text_add(&t, body);
+        manifest_end(&t);
+        text_string(&escaped, t.at, t.used);
+        snprintf(head, sizeof head,
+                 "{\"__metadata__\":{\"fsdp\":%s},\"%s\":{\"dtype\":\"U8\",\"shape\":[1,4],\"data_offsets\":[0,4]}}",
+                 escaped.at, two.names[r]);
+        text_free(&t);
+        text_free(&escaped);
+        snprintf(name, sizeof name, "%s/%d.safetensors", path, r);
+        write_foreign(name, head, 4);
+        size_t bytes;
+        char *all = read_all(name, &bytes);
+        used +=
+            (size_t)snprintf(manifest + used, sizeof manifest - used,
+                             "%s{\"name\":\"%d.safetensors\",\"bytes\":%zu,\"header\":\"%016llx\"}", r ? "," : "", r,
+                             bytes + (size_t)(r ? two.longer : 0), (unsigned long long)block_sum(all, bytes - 4));
+        free(all);
+    }
+    snprintf(manifest + used, sizeof manifest - used, "]%s", two.more ? two.more : "");
+    struct text t = {0};
+    text_add(&t, manifest);
+    manifest_end(&t);
+    snprintf(name, sizeof name, "%s/manifest.json", path);
+    write_all(name, t.at, t.used);
+    text_free(&t);
+    fsdp_checkpoint *c;
+    fsdp_status status = fsdp_checkpoint_open(path, &c);
+    if (status == FSDP_OK) status = fsdp_checkpoint_verify(c, NULL, NULL);
+    if (status == FSDP_OK) fsdp_checkpoint_release(c);
+    return status;
+}
+
+Test(checkpoint, files_that_do_not_belong_together_are_refused)
+{
+    mkdir(path, 0777);
+    struct two good = {.ranks = {0, 1}, .names = {"t", "t"}}, two = good;
+    OK(two_open(good));
+    two.ranks[0] = 1; /* one rank's twice: what is a rank's own would be another's */
+    REFUSED(two_open(two), FSDP_ERR_CORRUPT, "/0.safetensors' is of another save, or another rank's");
+    two = good;
+    two.names[1] = "u";
+    REFUSED(two_open(two), FSDP_ERR_CORRUPT, "don't agree about tensor 't'");
+    two = good;
+    two.longer = 1;
+    REFUSED(two_open(two), FSDP_ERR_CORRUPT, "was written with");
+    two = good;
+    two.more = ",\"tied\":[{\"index\":1,\"name\":\"a\",\"to\":\"t\"},{\"index\":2,\"name\":\"b\",\"to\":\"t\"}]";
+    OK(two_open(two));
+    two.more = ",\"tied\":[{\"index\":1,\"name\":\"a\",\"to\":\"b\"},{\"index\":2,\"name\":\"b\",\"to\":\"t\"}]";
+    REFUSED(two_open(two), FSDP_ERR_CORRUPT, "'a' is tied to 'b'");
+    two.more = ",\"tied\":[{\"index\":1,\"name\":\"a\",\"to\":\"a\"}]";
+    REFUSED(two_open(two), FSDP_ERR_CORRUPT, "'a' is tied to 'a'");
+    two.more = ",\"tied\":[{\"index\":1,\"name\":\"a\",\"to\":\"x\"}]";
+    REFUSED(two_open(two), FSDP_ERR_CORRUPT, "'a' is tied to 'x'");
+    two.more = ",\"tied\":[{\"index\":1,\"name\":\"t\",\"to\":\"t\"}]";
+    REFUSED(two_open(two), FSDP_ERR_CORRUPT, "'t' is there twice");
+    two.index = 1;
+    two.more = ",\"tied\":[{\"index\":0,\"name\":\"a\",\"to\":\"t\"}]";
+    REFUSED(two_open(two), FSDP_ERR_CORRUPT, "no earlier tensor");
+}
+
 Test(checkpoint, headers_of_any_claimed_length_are_refused)
 {
     char name[192];
