@@ -52,7 +52,7 @@ static struct {
 
 struct outcome {
     atomic_int ended, status, hit, leaked;
-    char call[16], message[1024];
+    char call[16], message[1024], calls[256];
 };
 static struct outcome *shared;
 
@@ -167,11 +167,13 @@ static void rank_main(int rank)
         }
     }
     int before = atomic_load(&blocks);
+    memset(disk_fault_calls, 0, sizeof disk_fault_calls);
     host_dict_make(&host, &specs, rank, job.ranks, !job.open);
     if (rank == job.faulty && job.memory) atomic_store(&armed, job.at);
     if (rank == job.faulty && !job.memory) disk_fault_set(job.fault, job.at);
     fsdp_status status = call(&group, &host, rank);
     disk_fault_set(DISK_SOUND, 0);
+    snprintf(o->calls, sizeof o->calls, "%s", disk_fault_calls);
     atomic_store(&armed, 0);
     atomic_store(&o->hit, rank == job.faulty && (job.memory ? atomic_load(&refused) : o->hit));
     atomic_store(&o->status, status);
@@ -313,6 +315,42 @@ static void at_every_call(int64_t before, int64_t after)
 static void all_faults(void)
 {
     for (job.fault = DISK_FAILS; job.fault <= DISK_TEARS; job.fault++) at_every_call(0, 0);
+}
+
+/* What is written is on the disk before it gets its name, the names of all files before the manifest has its, and that
+ * before anything of the old checkpoint goes. */
+Test(checkpoint_fault, each_thing_is_on_the_disk_before_the_next_relies_on_it, .init = begin, .fini = end)
+{
+    static const struct {
+        fsdp_checkpoint_format format;
+        int64_t most;
+        int ranks;
+        const char *first, *over, *of_rank_1;
+    } cases[] = {
+        {FSDP_CHECKPOINT_SHARDED, 0, 1, "wsrswsrs", "wsrswsrsu", ""},
+        {FSDP_CHECKPOINT_SHARDED, 0, 2, "wsrswsrs", "wsrswsrsuu", "wsrs"},
+        {FSDP_CHECKPOINT_FULL, 0, 1, "wsrs", "wsrs", ""},
+        {FSDP_CHECKPOINT_FULL, 0, 2, "wsrs", "wsrs", ""},
+        {FSDP_CHECKPOINT_FULL, 100000, 1, "wsrwsrswsrs", "wsrwsrswsrsuu", ""},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        for (job.options.no_sync = 0; job.options.no_sync < 2; job.options.no_sync++) {
+            job.options.format = cases[i].format;
+            job.options.max_file_bytes = cases[i].most;
+            job.ranks = cases[i].ranks;
+            for (int save = 0; save < 2; save++) {
+                const char *want[] = {save ? cases[i].over : cases[i].first, cases[i].of_rank_1};
+                sound_run(1);
+                for (int r = 0; r < job.ranks; r++) {
+                    char expected[64] = "";
+                    for (const char *c = want[r]; *c; c++)
+                        if (*c != 's' || !job.options.no_sync) strncat(expected, c, 1);
+                    cr_expect_str_eq(shared[r].calls, expected, "case %zu, rank %d, save %d: %s, not %s", i, r, save,
+                                     shared[r].calls, expected);
+                }
+            }
+            host_folder_remove(path);
+        }
 }
 
 Test(checkpoint_fault, one_process_at_every_call, .init = begin, .fini = end)

@@ -8,6 +8,7 @@
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdio.h>
+#include <string.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/types.h>
@@ -16,7 +17,7 @@
 static enum disk_fault fault;
 static atomic_int left;
 void (*disk_fault_on_hit)(const char *call);
-int disk_fault_syncs;
+char disk_fault_calls[256];
 
 void disk_fault_set(enum disk_fault what, int at)
 {
@@ -30,6 +31,13 @@ static int now(const char *name)
     if (fault == DISK_SOUND || fault >= DISK_SLOW || atomic_fetch_sub(&left, 1) != 1) return 0;
     if (disk_fault_on_hit) disk_fault_on_hit(name);
     return 1;
+}
+
+static void called(char letter)
+{
+    size_t n = strlen(disk_fault_calls);
+    if (n < sizeof disk_fault_calls - 1 && !(letter == 'w' && n && disk_fault_calls[n - 1] == 'w'))
+        disk_fault_calls[n] = letter;
 }
 
 static void die(void)
@@ -48,6 +56,7 @@ static int fail(const char *name, int error)
 
 ssize_t pwrite(int fd, const void *from, size_t bytes, off_t at)
 {
+    called('w');
     if (fault == DISK_SLOW)
         usleep(150000);
     else if (now("pwrite")) {
@@ -67,19 +76,21 @@ int fallocate(int fd, int mode, off_t at, off_t bytes)
 
 int fsync(int fd)
 {
-    disk_fault_syncs++;
+    called('s');
     if (fault == DISK_STALLS) usleep(700000);
     return fail("fsync", EIO) ? -1 : 0;
 }
 
 int renameat(int from_folder, const char *from, int to_folder, const char *to)
 {
+    called('r');
     if (fail("renameat", EIO)) return -1;
     return (int)syscall(SYS_renameat2, from_folder, from, to_folder, to, 0);
 }
 
 int unlinkat(int folder, const char *name, int flags)
 {
+    called('u');
     if (fail("unlinkat", EIO)) return -1;
     return (int)syscall(SYS_unlinkat, folder, name, flags);
 }
