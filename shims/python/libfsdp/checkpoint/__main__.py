@@ -115,7 +115,7 @@ def _parse(arguments):
             name,
             type=_tolerance,
             metavar="X",
-            help=f"let values differ by so much, {what}: |a-b| <= ATOL + RTOL * |b| is the same then, in whatever dtypes",
+            help=f"let values differ by so much, {what}: where |a-b| <= ATOL + RTOL * |b| they are the same, in any dtype",
         )
     _add_names(compared)
     converted = parser_for("convert", _convert, "write a checkpoint as another kind", epilog=_CONVERT_EXAMPLES)

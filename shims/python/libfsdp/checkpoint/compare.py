@@ -1,7 +1,7 @@
 """Comparing two checkpoints of any kinds: names, dtypes, shapes, values tensor by tensor, and JSON values.
 
-Values are the same where their bits are, or, with a tolerance (rtol, atol), where |a-b| <= atol + rtol * |b|, NaN and NaN,
-infinity and the same infinity, whatever their dtypes.
+Values are the same where their bits are, or, with a tolerance (rtol, atol), where |a-b| <= atol + rtol * |b|, NaN and
+NaN, infinity and the same infinity, whatever their dtypes.
 """
 
 import math

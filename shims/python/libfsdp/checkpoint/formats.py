@@ -158,7 +158,7 @@ def kind_of(path):
 
 
 def _check_zip(path):
-    """Refuse zip files that are none of torch.save's: NumPy's .npz, TorchScript. What is cut short is torch's to tell."""
+    """Refuse zip files that are none of torch.save's: NumPy's .npz, TorchScript. What is cut short torch will tell."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = {name.rpartition("/")[2] for name in archive.namelist()}

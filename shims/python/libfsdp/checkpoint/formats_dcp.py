@@ -111,8 +111,8 @@ def read(path, trust):
 
 @contextlib.contextmanager
 def plainly(dcp):
-    """What a load or save ends with is raised as it is: CheckpointException, which is no Exception, holds one of each rank,
-    among them those of Ctrl-C."""
+    """What a load or save ends with is raised as it is: CheckpointException, which is no Exception, holds one of each
+    rank, among them those of Ctrl-C."""
     try:
         yield
     except dcp.CheckpointException as error:

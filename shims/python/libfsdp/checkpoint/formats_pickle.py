@@ -148,7 +148,8 @@ def _add_optimizer(result, other):
     lost = []
     for name, values in other["numbers"].items():
         there = result["numbers"].setdefault(name, {})
-        lost += [f"the optimizer's {key} of {name}" for key, state in values.items() if there.setdefault(key, state) != state]
+        differ = [key for key, state in values.items() if there.setdefault(key, state) != state]
+        lost += [f"the optimizer's {key} of {name}" for key in differ]
     known = {name: group for group in result["groups"] for name in group["params"]}
     for index, group in enumerate(other["groups"]):
         options = {key: value for key, value in group.items() if key != "params"}
