@@ -728,6 +728,15 @@ Test(state_dict, memory_that_is_still_to_be_read_is_not_written)
     fsdp_state_dict_release(into);
     fsdp_state_dict_release(from);
 
+    from = empty(), into = empty(); /* one that is where it should be, under another's end */
+    add_view(from, "a", memory + 2, 1, four, NULL);
+    add_view(from, "b", other, 1, four, NULL);
+    add_view(into, "a", memory + 2, 1, four, NULL);
+    add_view(into, "b", memory, 1, four, NULL);
+    REFUSED(fsdp_state_dict_load(into, from, NULL), FSDP_ERR_INVALID, "'b'");
+    fsdp_state_dict_release(into);
+    fsdp_state_dict_release(from);
+
     from = empty(), into = empty(); /* what is read may lie anywhere, also several times in one place */
     add_view(from, "a", other, 1, four, NULL);
     add_view(from, "b", other, 1, four, NULL);
