@@ -8,8 +8,8 @@
  * tell whether it came to that leaves its file: what no manifest names is removed by the next save.
  *
  * Threads: the caller's; in the background one of the save's own, which alone uses its group, and works on copies. And
- * the writer, for which either waits. `lock` guards done, abandoned and the failure. Ownership: `ref` counts the host's handles; a save that goes on
- * without them is freed by its thread.
+ * the writer, for which either waits. `lock` guards done, abandoned and the failure. Ownership: `ref` counts the host's
+ * handles; a save that goes on without them is freed by its thread.
  */
 #include "state/save.h"
 
@@ -176,26 +176,42 @@ static fsdp_status full_commit(fsdp_save *save)
     return FSDP_OK;
 }
 
-/* The whole of entry `index`, on rank 0. Collective. */
-static fsdp_status full_values(fsdp_save *save, int64_t index, struct tensor *out)
+#define FULL_STEP ((size_t)1 << 20) /* bytes of small tensors that are written between two rounds */
+
+/* What the whole of an entry takes of the memory for a step's. */
+static size_t whole_room(const struct state_entry *entry)
+{
+    return ((size_t)box_count(&entry->whole) * dtype_size(entry->type) + 63) / 64 * 64;
+}
+
+/* Where the whole of the next entry of a step lies on rank 0, behind `used` bytes of others. */
+static void whole_at(const fsdp_save *save, int64_t index, size_t *used, struct tensor *out)
 {
     const struct state_entry *entry = save->dict->entries[index];
     if (save->size == 1) {
         *out = entry->data;
-        return FSDP_OK;
+        return;
     }
-    tensor_make(out, save->gathered, entry->type, entry->whole.ndim, entry->whole.size);
-    return state_gather_entry(save->layout, index, FSDP_OK, save->rank == 0 ? out : NULL);
+    tensor_make(out, (char *)save->gathered + *used, entry->type, entry->whole.ndim, entry->whole.size);
+    *used += whole_room(entry);
 }
 
-static fsdp_status write_entry(fsdp_save *save)
+/* Those of a step. */
+static fsdp_status write_entries(fsdp_save *save)
 {
-    const struct place *place = &save->places[save->entry];
-    if (place->file != save->open) {
-        if (save->open >= 0) TRY(full_file_end(save, save->open));
-        TRY(full_file_begin(save, save->open = place->file));
+    size_t used = 0;
+    for (int64_t i = save->first; i < save->end; i++) {
+        const struct place *place = &save->places[i];
+        struct tensor whole;
+        if (!save_has_values(save, i)) continue;
+        if (place->file != save->open) {
+            if (save->open >= 0) TRY(full_file_end(save, save->open));
+            TRY(full_file_begin(save, save->open = place->file));
+        }
+        whole_at(save, i, &used, &whole);
+        TRY(save_file_put(&save->files[save->open], place->part, &whole));
     }
-    return save_file_put(&save->files[save->open], place->part, &save->whole);
+    return FSDP_OK;
 }
 
 static fsdp_status write_last(fsdp_save *save)
@@ -209,13 +225,19 @@ static fsdp_status write_full(fsdp_save *save)
 {
     fsdp_status status = FSDP_OK;
     int root = save->rank == 0, heard;
+    int64_t n = save->dict->n_entries;
+    size_t used = 0;
     save->open = -1;
-    for (int64_t i = 0; i < save->dict->n_entries && status == FSDP_OK; i++) {
-        const struct state_entry *entry = save->dict->entries[i];
-        if (entry->kind != FSDP_ENTRY_TENSOR || entry->tied_to >= 0) continue;
-        save->entry = i;
-        status = full_values(save, i, &save->whole);
-        if (status == FSDP_OK) status = save_step(save, SAVE_WRITE, FSDP_OK, root ? write_entry : NULL, &heard);
+    /* A step has as many entries as rank 0 has memory for, which all ranks know. */
+    for (save->first = save->end = 0; save->end < n && status == FSDP_OK; save->first = save->end, used = 0) {
+        for (; save->end < n && status == FSDP_OK; save->end++) {
+            struct tensor whole;
+            if (!save_has_values(save, save->end) || save->size == 1) continue;
+            if (used && used + whole_room(save->dict->entries[save->end]) > save->gathered_bytes) break;
+            whole_at(save, save->end, &used, &whole);
+            status = state_gather_entry(save->layout, save->end, FSDP_OK, root ? &whole : NULL);
+        }
+        if (status == FSDP_OK) status = save_step(save, SAVE_WRITE, FSDP_OK, root ? write_entries : NULL, &heard);
     }
     if (status == FSDP_OK) status = save_step(save, SAVE_END, FSDP_OK, root ? write_last : NULL, &heard);
     for (int32_t i = 0; save->files && i < save->n_files; i++)
@@ -329,14 +351,15 @@ static fsdp_status prepare(fsdp_save *save, const char *path)
         save->files[i].user = save;
         save->total += save->files[i].bytes;
     }
-    if (!save_is_full(save) || save->rank != 0 || save->size == 1) return FSDP_OK;
+    if (!save_is_full(save) || save->size == 1) return FSDP_OK;
+    size_t largest = 0, all = 0;
     for (int64_t i = 0; i < save->dict->n_entries; i++) {
-        const struct state_entry *entry = save->dict->entries[i];
-        size_t bytes = (size_t)box_count(&entry->whole) * dtype_size(entry->type);
-        if (save_has_values(save, i) && bytes > save->gathered_bytes) save->gathered_bytes = bytes;
+        size_t bytes = save_has_values(save, i) ? whole_room(save->dict->entries[i]) : 0;
+        all += bytes;
+        if (bytes > largest) largest = bytes;
     }
-    save->gathered_bytes = save->gathered_bytes ? os_page_round(save->gathered_bytes) : 0;
-    return map(save->gathered_bytes, &save->gathered);
+    save->gathered_bytes = os_page_round(largest > FULL_STEP ? largest : all < FULL_STEP ? all : FULL_STEP);
+    return save->rank == 0 ? map(save->gathered_bytes, &save->gathered) : FSDP_OK;
 }
 
 static fsdp_status begin(fsdp_save *save)

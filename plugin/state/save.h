@@ -73,13 +73,12 @@ struct fsdp_save {
     struct place *places; /* FULL, of each entry */
     struct text rest;
     char *buffer;   /* of files */
-    void *gathered; /* FULL: one whole tensor */
+    void *gathered; /* FULL: whole tensors, or one; with several ranks */
     size_t gathered_bytes;
-    int64_t entry; /* the one that is written, */
-    struct tensor whole;
-    int32_t open;     /* into this file; -1: none yet */
-    int had_index;    /* FULL: the checkpoint there is one of several files */
-    struct text text; /* SHARDED: the manifest */
+    int64_t first, end; /* those entries are gathered and written in one step, */
+    int32_t open;       /* into this file; -1: none yet */
+    int had_index;      /* FULL: the checkpoint there is one of several files */
+    struct text text;   /* SHARDED: the manifest */
     int committed;
     char path[OS_PATH_MOST + 1]; /* of the folder */
 };
@@ -91,9 +90,10 @@ static inline int save_is_full(const fsdp_save *save)
 
 /* ---- save_step.c */
 
-/* Do this rank's part of a step (job; NULL: none) while all tell each other that they go on, until all are through: then
- * `all` is what they told last, this one `mine`. status: how this rank fared so far. A failure of one is everyone's, on
- * all ranks in the same round, and no step may follow it. *heard: the last round came through to this rank. */
+/* Do this rank's part of a step (job; NULL: none) while all tell each other that they go on, until all are through:
+ * then `all` is what they told last, this one `mine`. status: how this rank fared so far. A failure of one is
+ * everyone's, on all ranks in the same round, and no step may follow it. *heard: the last round came through to this
+ * rank. */
 fsdp_status save_step(fsdp_save *save, enum save_step which, fsdp_status status, fsdp_status (*job)(fsdp_save *save),
                       int *heard);
 void save_rounds_set(fsdp_save *save, int64_t timeout_ns); /* rounds come more often than this */

@@ -127,8 +127,9 @@ void state_dict_source(const fsdp_state_dict *dict, struct source *out);
  * element once but for copies. Entries of a rank are left out. An error is the same on all ranks.
  *
  * status: how this rank fared so far, with its error record: a failure of one rank is everyone's, so it makes this call
- * all the same (dict may be NULL then). options: a hash of what else must be the same on all ranks, and so must path (NULL: none). root: who will have
- * whole tensors: in state_gather_entry all ranks get it, or this one. dict and group are borrowed. */
+ * all the same (dict may be NULL then). options: a hash of what else must be the same on all ranks, and so must path
+ * (NULL: none). root: who will have whole tensors: in state_gather_entry all ranks get it, or this one. dict and group
+ * are borrowed. */
 struct state_layout;
 enum { STATE_ROOT_ALL = -1, STATE_ROOT_NONE = -2 };
 fsdp_status state_layout_make(const fsdp_state_dict *dict, fsdp_group *group, fsdp_op_kind kind, int32_t root,
