@@ -12,8 +12,9 @@
   api.py         the methods that a sharded module has
   tree.py        tensors in nested arguments and results
   classic.py     the wrapper FullyShardedDataParallel; with wrap.py (what is wrapped and ignored), summon.py (whole
-                 parameters), classic_state.py (its state dicts' types and functions) and norm.py (clipping)
+                 parameters), classic_state.py and classic_names.py (its state dicts' types and functions) and norm.py
   state_dict.py  whole tensors, shards and parts of a model, saved and loaded; optim_state.py: of an optimizer
+  index.py       which parameters a model has, by name, and which are sharded over which ranks
   checkpoint.py  modules and optimizers for libfsdp.checkpoint
   comm.py        what programs put in place of the library's communication
 
