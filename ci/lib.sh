@@ -106,6 +106,7 @@ meson_build() {
         printf '%s\n' "$wanted" >"$dir/options"
     fi
     # ninja, not `meson compile`: the same thing, without a second of start-up.
+    [ -f "$dir/.ninja_log" ] || say "compiling ${dir#"$ROOT"/}"
     PATH=$VENV/bin:$PATH quietly "${dir##*/}-compile" ninja -C "$dir"
 }
 

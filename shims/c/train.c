@@ -457,6 +457,7 @@ int main(int argc, char **argv)
 {
     settings set = {.library = "libfsdp.so.0", .steps = 100};
     int option, usage = 0;
+    opterr = 0; /* the usage says it */
     while ((option = getopt(argc, argv, "n:s:l:")) != -1) {
         if (option == 'n') set.ranks = atoi(optarg), usage |= set.ranks < 1;
         if (option == 's') set.steps = atoi(optarg), usage |= set.steps < 1;

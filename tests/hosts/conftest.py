@@ -33,11 +33,12 @@ def environment(**more):
     return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | more
 
 
-def run_python(*arguments, timeout=60, env=None):
+def run_python(*arguments, timeout=60, env=None, cwd=None):
     """Run Python in a process of its own and give the finished process; whatever it started ends with it."""
     process = subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         env=env or environment(),
+        cwd=cwd,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

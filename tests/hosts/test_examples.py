@@ -35,5 +35,8 @@ README = [
 def test_the_readme_runs_as_printed(tmp_path, installed, index):
     path = tmp_path / "readme.py"
     path.write_text(README[index])
-    done = run_python("-m", "libfsdp.run", "-n", 2, path, env=installed)
+    done = run_python("-m", "libfsdp.run", "-n", 2, path, env=installed, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    if "checkpoint" in README[index]:  # which goes on from there, on another number of ranks
+        again = run_python("-m", "libfsdp.run", "-n", 3, path, env=installed, cwd=tmp_path)
+        assert again.returncode == 0 and "at step 40" in again.stdout, again.stderr

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import pty
+import shutil
 import signal
 import struct
 import subprocess
@@ -193,6 +194,11 @@ def test_compare_tells_all_differences(run):
         "12 tensors in both: 7 equal bit for bit; 4 of other values (largest difference 2, in n)"
     )
     assert run("compare", "a", "b", "--names", "optimizer/*", "--names", "steps")[0] == 1  # JSON still differs
+    save("c", TENSORS, {"optimizer": OPTIMIZER})
+    for kind, same in (("SGD", False), (None, True)):  # other formats don't say which optimizer it was
+        shutil.rmtree("b")
+        save("b", TENSORS, {"optimizer": dict(OPTIMIZER, type=kind)})
+        assert (run("compare", "c", "b")[0] == 0) is same
 
 
 def test_compare_bits_that_mean_the_same(run):
@@ -282,7 +288,7 @@ def test_there_and_back(run, ranks):
     save("one")
     assert run("convert", "one", "many", "--to", "sharded", "--ranks", ranks) == (
         0,
-        "many: 10 tensors, 475 B, from one (libfsdp checkpoint, sharded, written by 1 rank)\n",
+        "many: 10 tensors (1 of them tied to another), 475 B, from one (libfsdp checkpoint, sharded, written by 1 rank)\n",
         "",
     )
     assert len(list(pathlib.Path("many").glob("rank-*"))) == ranks

@@ -49,9 +49,9 @@ def _transports():
         return False
     direct = _try_two(True)
     if not direct:
-        print("direct reads allowed: ranks read each other's memory, one copy instead of two")
+        print("direct reads: allowed, ranks read each other's memory, one copy instead of two")
     else:
-        print(f"direct reads refused: {direct}")
+        print(f"direct reads: refused, {direct}")
         print("             It works without, through shared memory, large operations more slowly. To allow them: in a")
         print("             container add the capability SYS_PTRACE; on a host set kernel.yama.ptrace_scope to 0.")
     return True

@@ -35,7 +35,8 @@ examples:
 _CONVERT_EXAMPLES = """\
 examples, from SRC to DST:
   run/last model.safetensors                       whole tensors in one file
-  run/last hf/ --to full --max-file-size 5GB       a Hugging Face folder with an index
+  run/last hf/ --to full --max-file-size 5GB --names '!optimizer/*'
+                                                   a Hugging Face folder of weights, with an index
   hf/ run/start --to sharded --ranks 8             a file for each of 8 ranks (any number of ranks can load it)
   run/last dcp/ --to dcp                           for torch.distributed.checkpoint.load
   dcp/ run/start --to sharded                      and from there
@@ -148,7 +149,8 @@ def _add_names(parser):
         metavar="GLOB",
         action="append",
         default=[],
-        help="only tensors whose names match; '!GLOB' leaves those out that match. May be given several times",
+        help="only tensors whose names match; '!GLOB' leaves those out that match: '!optimizer/*' all of the optimizer's, "
+        "its JSON too. May be given several times",
     )
 
 

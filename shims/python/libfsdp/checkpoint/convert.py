@@ -105,9 +105,10 @@ def _beside(path):
 
 
 def summary(content, dst):
-    return (
-        f"{dst}: {count(len(content.items), 'tensor')}, {human(content.nbytes)}, from {content.path} ({content.kind})"
-    )
+    n = sum(1 for item in content.items.values() if item.tied_to)
+    tied = f" ({n} of them tied to another)" if n else ""
+    size = f"{count(len(content.items), 'tensor')}{tied}, {human(content.nbytes)}"
+    return f"{dst}: {size}, from {content.path} ({content.kind})"
 
 
 # ---- The target's place ----------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from .formats_dict import content_of, value_of
 from .frameworks import framework, sync_file, writing
 from .table import count
 
+_KIND = "file of torch.save's or tensorplay.save's"
+
 
 def read(path, kind, trust):
     path = os.fspath(path)
@@ -40,7 +42,7 @@ def read(path, kind, trust):
 def _read_file(host, path, trust, ties):
     mmap = zipfile.is_zipfile(path)  # the old kind of file has to be read from its beginning
     value = host.items(host.load(path, trust, mmap), "")
-    return content_of(value, path, "file of torch.save's" if mmap else "file of torch.save's, of the old kind", ties)
+    return content_of(value, path, _KIND if mmap else f"{_KIND}, of the old kind", ties)
 
 
 def _read_mega(path):

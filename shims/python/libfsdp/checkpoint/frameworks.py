@@ -205,7 +205,10 @@ def framework(*names):
         except ImportError:
             continue
     titles = {"torch": "torch", "tensorplay": "TensorPlay"}
-    raise Unsupported(f"this needs {' or '.join(titles[name] for name in names)}, which is not installed here")
+    raise Unsupported(
+        f"this needs {' or '.join(titles[name] for name in names)}, which is not installed here: "
+        f"pip install 'libfsdp[{names[0]}]'"
+    )
 
 
 def _file(file):
