@@ -354,6 +354,24 @@ def test_plain_parameters_that_differ_between_ranks_are_not_mixed(ranks, tmp_pat
     ranks(3, plain_copies, str(tmp_path))
 
 
+def wrong_on_one_rank(group, folder):
+    folder = pathlib.Path(folder)
+    model = sharded(group, group.size, "full_shard")
+    expected = "extra.when: a complex can't be kept" if group.rank == 1 else "rank 1 reported: extra.when: a complex"
+    for background in (False, True):
+        with pytest.raises(libfsdp.InvalidArgument, match=expected):
+            wrong = {"when": 1j if group.rank == 1 else 1}
+            checkpoint.save(folder / "no", model, extra=wrong, background=background)
+    group.barrier()
+    assert not list(folder.iterdir())
+    checkpoint.save(folder / "run", model, extra={"when": 2})
+    assert checkpoint.load(folder / "run", model).extra == {"when": 2}
+
+
+def test_what_is_wrong_on_one_rank_is_raised_on_all(ranks, tmp_path):
+    ranks(3, wrong_on_one_rank, str(tmp_path))
+
+
 def test_layers_that_share_an_array_have_one_in_the_checkpoint(tmp_path):
     def shared():
         model = Sequential(Linear(4, 4), Linear(4, 4))

@@ -1,15 +1,36 @@
-"""Whether values are the same where only one of them is kept: what several ranks hold, before each writes a slice of it
-or one of them all (`Copies`); what is under several names of a checkpoint, before a model that has one tensor for them
-takes one (`same_values`).
+"""Whether ranks are of one mind before they write: none has failed (`agreed`), and what several hold is the same where
+each writes a slice of it, or one of them all (`Copies`). And whether what is under several names of a checkpoint is
+the same, before a model that has one tensor for them takes one (`same_values`).
 """
 
 from ctypes import c_char, c_uint64, string_at
 from zlib import crc32
 
-from ..errors import Mismatch
+from ..errors import BY_STATUS, FsdpError, InvalidArgument, Mismatch
 from ..tensor import copy, zeros
 
 _CHUNK = 8 << 20  # bytes that are compared at a time
+_TEXT = 500  # bytes of a message that others are told
+
+
+def agreed(path, group, error):
+    """Raise `error`, or what another rank had to give here. Collective, so that a rank whose call was wrong does not
+    leave the others waiting in a save."""
+    if group is not None and group.size > 1:
+        text = "" if error is None else str(error) or type(error).__name__
+        status = 0 if error is None else getattr(error, "status", 0) or InvalidArgument.status
+        mine, every = zeros((_TEXT,), "uint8"), zeros((group.size, _TEXT), "uint8")
+        message = status.to_bytes(4, "little") + text.encode()[: _TEXT - 4]
+        (c_char * len(message)).from_address(mine.data_ptr)[:] = message
+        group.all_gather(mine, every)
+        for rank in range(group.size):
+            told = string_at(every.data_ptr + rank * _TEXT, _TEXT)
+            kind = BY_STATUS.get(int.from_bytes(told[:4], "little"), FsdpError)
+            if any(told[:4]) and error is None:
+                text = told[4:].rstrip(b"\0").decode(errors="ignore")
+                raise kind(f"saving to {str(path)!r}: rank {rank} reported: {text}", ranks=(rank,))
+    if error is not None:
+        raise error
 
 
 class Copies:

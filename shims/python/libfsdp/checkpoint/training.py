@@ -17,7 +17,7 @@ from ..dtypes import name_in, name_of
 from ..errors import InvalidArgument, NotFound
 from ..state import Entry, StateDict
 from .adapter import adapter_of
-from .alike import Copies, same_values
+from .alike import Copies, agreed, same_values
 from .files import Checkpoint, write
 
 OPTIMIZER, OF_RANK = "optimizer/", "rank/"
@@ -63,12 +63,24 @@ def save(path, model, optimizer=None, *, scaler=None, extra=None, of_rank=None, 
     Parameters that are whole on every rank (of a plain model, of DDP, ignored by fully_shard) and their states are
     compared between the ranks first; of buffers rank 0's are kept.
 
-    Returns a Save with background=True, else None. Raises as `write` does, and Mismatch for such that differ.
+    Returns a Save with background=True, else None. Raises as `write` does, and Mismatch for such that differ; what is
+    wrong on one rank is raised on all.
     """
     adapter = adapter_of(model)
-    adapter.settle(model)
     group = adapter.group(model) if group is None else group
-    state, copies = StateDict(), Copies()
+    state, copies, error = StateDict(), Copies(), None
+    try:
+        adapter.settle(model)
+        _collect(state, copies, adapter, model, optimizer, scaler, extra, of_rank, group, options)
+    except Exception as failure:
+        error = failure
+    agreed(path, group, error)
+    copies.check(state, group)
+    return write(path, state, group, **options)
+
+
+def _collect(state, copies, adapter, model, optimizer, scaler, extra, of_rank, group, options):
+    """What `save` is given, into a StateDict."""
     pieces = _add_model(state, adapter, model, group, copies)
     if optimizer is not None:
         _add_optimizer(state, adapter, model, optimizer, pieces, group, copies)
@@ -87,8 +99,6 @@ def save(path, model, optimizer=None, *, scaler=None, extra=None, of_rank=None, 
             raise InvalidArgument(f"of_rank: {name!r} is a text; give its bytes, text.encode()")
         value = bytearray(value) if isinstance(value, bytes) else value
         state.add(OF_RANK + name, value, of_rank=True, read_only=True)
-    copies.check(state, group)
-    return write(path, state, group, **options)
 
 
 def load(path, model=None, optimizer=None, *, scaler=None, strict=True, group=None, progress=None):
