@@ -1147,10 +1147,10 @@ FSDP_API fsdp_status fsdp_load_options_init(fsdp_load_options *options, size_t s
 FSDP_API fsdp_status fsdp_state_dict_load(fsdp_state_dict *into, fsdp_state_dict *from,
                                           const fsdp_load_options *options);
 /* The same into a model's shards, but for JSON values. Seen by the next call that unshards; STATE while a unit is
- * unsharded, naming it. A dict that was made with FSDP_STATE_LOCAL knows which parts it has: they load where the model's
- * are within them, INVALID elsewhere; what else is shaped like a part does not. All ranks make this call, each with its
- * own dict. With from_rank0 it is collective: tensors are sent one at a time, and an error is the same on all ranks; when
- * a rank is lost, or on_progress ends it, in the middle, some are written. */
+ * unsharded, naming it. A dict that was made with FSDP_STATE_LOCAL knows which parts it has: they load where the
+ * model's are within them, INVALID elsewhere; what else is shaped like a part does not. All ranks make this call, each
+ * with its own dict. With from_rank0 it is collective: tensors are sent one at a time, and an error is the same on all
+ * ranks; when a rank is lost, or on_progress ends it, in the middle, some are written. */
 FSDP_API fsdp_status fsdp_model_load_state_dict(fsdp_model *model, fsdp_state_dict *from,
                                                 const fsdp_load_options *options);
 

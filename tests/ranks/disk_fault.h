@@ -16,8 +16,8 @@ enum disk_fault {
 /* From now on in this process. at: 1 is the next call. */
 void disk_fault_set(enum disk_fault fault, int at);
 extern void (*disk_fault_on_hit)(const char *call); /* told the call, "pwrite" say, just before */
-/* What was called so far, a letter each: w pwrite (several in a row: once), s fsync (which does not wait for the disk), r
- * renameat, u unlinkat. */
+/* What was called so far, a letter each: w pwrite (several in a row: once), s fsync (which does not wait for the disk),
+ * r renameat, u unlinkat. */
 extern char disk_fault_calls[256];
 
 #endif
